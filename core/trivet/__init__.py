@@ -1,0 +1,1 @@
+"""Trivet: a microkernel for LLM inference."""

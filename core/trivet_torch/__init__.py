@@ -1,0 +1,1 @@
+"""The torch side of the core: worker, runner, batch state, KV storage and weight sources."""

@@ -1,0 +1,1 @@
+"""Attention and cache kernels, each with a plain PyTorch reference; no engine concepts."""

@@ -1,0 +1,1 @@
+"""Contiguous KV cache: every request reserves its memory ahead."""

@@ -1,0 +1,1 @@
+"""Continuous batching scheduler with a token budget and chunked prefill."""

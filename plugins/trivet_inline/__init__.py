@@ -1,0 +1,1 @@
+"""Executor that runs the worker in the process of the engine."""

@@ -1,0 +1,1 @@
+"""Paged KV cache: fixed-size blocks and block tables."""

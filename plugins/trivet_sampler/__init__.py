@@ -1,0 +1,1 @@
+"""Sampler: temperature, top-k, top-p, min-p and reproducible seeds."""

@@ -1,0 +1,1 @@
+"""Paged attention in plain PyTorch: the reference that works everywhere."""

@@ -1,0 +1,1 @@
+"""Any decoder-only model of transformers through its attention interface."""

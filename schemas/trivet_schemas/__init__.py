@@ -1,0 +1,1 @@
+"""Configuration, sampling parameters, requests and outputs as pydantic models."""
