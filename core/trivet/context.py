@@ -1,0 +1,88 @@
+"""What plugins get to see of an engine or worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trivet.roles.base import Side
+
+if TYPE_CHECKING:
+    from trivet_schemas.config import EngineConfig
+
+    from trivet.planner import Planner
+    from trivet.state import RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A reason not to schedule a request. ``kind`` is a short word (grammar, transfer, parent, …), ``since`` monotonic seconds."""
+
+    kind: str
+    plugin: str
+    detail: str
+    since: float
+
+
+class Context(ABC):
+    """Common part; one per engine and one per worker. Handed to factories and ``trivet_extend``."""
+
+    side: Side
+    config: EngineConfig
+
+    @abstractmethod
+    def get(self, role: str) -> Any:
+        """The provider object of a role of cardinality one (or optional: None when there is none), built on first use."""
+
+    @abstractmethod
+    def all(self, role: str) -> Sequence[Any]:
+        """The provider objects of a role with many providers, in configuration order."""
+
+    @abstractmethod
+    def build(self, role: str, name: str, **options: Any) -> Any:
+        """A further instance of a provider with its own options (a drafter's second model); the caller shuts it down."""
+
+    @abstractmethod
+    def component(self, kind: str, name: str, **keywords: Any) -> Any:
+        """Make a component; an unknown name is an error that lists those there are and suggests the nearest."""
+
+    @abstractmethod
+    def options(self, plugin: str) -> dict[str, Any]:
+        """The options given to ``plugin`` in the configuration (any role), without ``use``."""
+
+
+class EngineContext(Context):
+    """The engine's side. Valid after the freeze; everything here belongs to the engine's thread except :meth:`release`."""
+
+    side = Side.ENGINE
+    table: RequestTable
+    planner: Planner
+    max_model_len: int
+
+    @abstractmethod
+    def hold(self, request_id: str, hold: Hold) -> None:
+        """Keep a request from being scheduled until :meth:`release`; no effect for unknown or finished requests."""
+
+    @abstractmethod
+    def release(self, request_id: str, plugin: str, kind: str) -> None:
+        """Take a hold back and wake the engine; may be called from any thread."""
+
+
+class WorkerContext(Context):
+    """A worker's side."""
+
+    side = Side.WORKER
+    rank: int
+    world_size: int
+    device: str
+    #: the typed facade of this worker's phases
+    hooks: Any
+    #: limits fixed by the engine before the worker was built
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    #: ids the tokenizer knows; None when there is no tokenizer
+    tokenizer_size: int | None
+    #: set by the runner once the model has been loaded (context length, as limited by the configuration)
+    max_model_len: int

@@ -1,0 +1,144 @@
+"""Role ``cache``: which blocks hold which tokens. Block ids only, no tensors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from trivet.plan import Int32, Transfer
+from trivet.roles.base import Role
+from trivet.roles.kv import AttentionSupport, KVLayout, LayerKVSpec
+
+if TYPE_CHECKING:
+    from trivet.context import EngineContext
+    from trivet.state import Request
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequirements:
+    """What the cache has to serve, from the model, the attention provider and the scheduler."""
+
+    specs: tuple[LayerKVSpec, ...]
+    support: tuple[AttentionSupport, ...]  #: one per spec
+    available_bytes: int  #: memory left for the cache when the options name no size
+    max_model_len: int
+    max_num_seqs: int
+
+
+@dataclass(slots=True)
+class CacheHit:
+    """What admission found in the cache: ``num_tokens`` are covered by blocks already in the slot's table.
+
+    ``loads`` bring further blocks (also already in the table, and counted in ``num_tokens``) from a tier; a load
+    that is not ``blocking`` holds the request until it is reported.
+    """
+
+    num_tokens: int = 0
+    loads: list[Transfer] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Allocation:
+    """What :meth:`Cache.extend` did: the first ``rows`` rows have their blocks, the rest do not (memory is short).
+
+    ``slots[g]`` and ``blocks[g]`` list, per KV group, one entry per appended block, in row order.
+    ``copies[g]`` are ``(source, destination)`` pairs (copy on write), ``zeroing[g]`` block ids.
+    """
+
+    rows: int
+    slots: list[list[int]]
+    blocks: list[list[int]]
+    copies: list[list[tuple[int, int]]] | None = None
+    zeroing: list[list[int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Blocks by state (a block has the first that applies: used by a live table, retired, leased, free)."""
+
+    total: int  #: usable blocks: the null block is not counted
+    free: int
+    used: int
+    retired: int
+    leased: int
+    prefix_queries: int = 0  #: tokens looked up
+    prefix_hits: int = 0  #: tokens found
+
+
+class Cache(Role):
+    """Block tables of running requests.
+
+    Tables are append-only: an entry never changes, except to the null block 0 when it leaves a group's window. All methods
+    run on the engine's thread. ``slot`` is a row of the request table; a slot has a table from :meth:`admit` to
+    :meth:`retire`.
+    """
+
+    role: ClassVar[str] = "cache"
+    #: whether :meth:`fork` works; without it children compute their prompt themselves
+    can_fork: ClassVar[bool] = False
+    #: whether the engine calls :meth:`commit` (costs time per step)
+    wants_commits: ClassVar[bool] = False
+
+    @abstractmethod
+    def configure(self, need: CacheRequirements) -> KVLayout:
+        """Decide groups and sizes. Raises :class:`trivet.errors.CacheMemoryError` when not even one request of
+        the maximum length fits, naming the sizes and the settings that would help."""
+
+    def bind(self, context: EngineContext) -> None:
+        """Called once after :meth:`configure`; ``context.table`` holds token ids and columns for hashing."""
+
+    @abstractmethod
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a request that grows to ``num_tokens`` can run when it has the cache to itself."""
+
+    @abstractmethod
+    def admit(self, slot: int, request: Request) -> CacheHit:
+        """Give ``slot`` a table, with whatever blocks are found for the request's known tokens. At least the
+        last known token is never counted as found. Must not fail for lack of memory: the table may be empty."""
+
+    @abstractmethod
+    def extend(self, slots: Int32, totals: Int32) -> Allocation:
+        """Make sure that row ``i``'s table covers ``totals[i]`` tokens, row by row in order, stopping at the
+        first row for which memory is short (that row and later ones are left as they were)."""
+
+    def commit(self, slots: Int32, num_tokens: Int32) -> None:
+        """The KV of the first ``num_tokens[i]`` tokens of ``slots[i]`` is final and the tokens are committed: full
+        blocks may be hashed, blocks outside a window released. Called when :attr:`wants_commits` is set."""
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> Allocation | None:
+        """Give ``child`` a table that shares the parent's blocks for the first ``num_tokens`` tokens, with copies of
+        a last block that is partly filled; None when memory is short."""
+        raise NotImplementedError(f"{type(self).__name__} cannot fork (can_fork is False)")
+
+    @abstractmethod
+    def tables(self, slot: int) -> list[Int32]:
+        """Per KV group, the block ids of ``slot`` in token order."""
+
+    @abstractmethod
+    def retire(self, slot: int) -> int:
+        """Take the slot's table away but keep its blocks untouched; returns a lease id for :meth:`settle`."""
+
+    @abstractmethod
+    def lease(self, blocks: Sequence[Int32]) -> int:
+        """Keep ``blocks[g]`` of every group from reuse (a transfer reads or writes them); returns a lease id."""
+
+    @abstractmethod
+    def settle(self, lease: int) -> None:
+        """End a lease; blocks nobody else needs become free, the tail of a table first."""
+
+    def invalidate(self, blocks: Sequence[Int32]) -> list[tuple[int, int]]:
+        """Forget the content of ``blocks[g]``; returns ``(slot, tokens still valid)`` for every table that has one."""
+        affected: list[tuple[int, int]] = []
+        if any(len(b) for b in blocks):
+            raise NotImplementedError(f"{type(self).__name__} got invalid blocks but never asked for a load")
+        return affected
+
+    @abstractmethod
+    def reset(self) -> bool:
+        """Forget all cached content; False (and no change) while blocks are in use."""
+
+    @abstractmethod
+    def stats(self) -> CacheStats:
+        """Counts by block state; ``free + used + retired + leased == total`` always."""

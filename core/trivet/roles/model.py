@@ -1,0 +1,88 @@
+"""Role ``model``: weights and forward pass."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trivet.plan import Bool, Int32, UInt8
+from trivet.roles.base import Role
+
+if TYPE_CHECKING:
+    from trivet.roles.attention import Attention, AttentionMetadata
+    from trivet.roles.kv import KVLayout, LayerKVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the engine needs to know of a model; plain data."""
+
+    vocab_size: int  #: rows of the LM head; ids that the tokenizer lacks are never drawn (see ``Sampler.bind``)
+    max_model_len: int  #: positions that the model supports
+    eos_token_ids: tuple[int, ...] = ()
+    num_layers: int = 0
+    hidden_size: int = 0
+    dtype: str = "float32"
+    architecture: str = ""
+    tasks: tuple[str, ...] = ("generate",)
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """The batch of one forward pass. ``T`` tokens of ``R`` rows, flattened row after row; tensors are on the device.
+
+    ``tree_parents`` (None: all rows are chains) gives for each of the ``T`` tokens the flat index of its parent when it is a
+    draft in a tree, -1 otherwise; a tree node attends to its ancestors and to all tokens before the drafts.
+    """
+
+    slots: Int32  #: [R]
+    input_ids: Any  #: [T] int64
+    positions: Any  #: [T] int64
+    query_lens: Int32  #: [R] tokens of each row
+    seq_lens: Int32  #: [R] context length after this step
+    logits_indices: Any  #: [L] int64, flat positions that reach the LM head
+    logits_rows: UInt8  #: [R] which of a row's positions those are
+    samples: Bool  #: [R]
+    attention: list[AttentionMetadata]  #: one per KV group
+    wants_hidden: bool = False  #: whether ``ForwardOutput.hidden`` is read (pooling, drafters)
+    tree_parents: Any = None
+    multimodal: list[Any] = field(default_factory=list)
+    adapters: Int32 | None = None  #: [R] index into ``adapter_names``, -1 = base model
+    adapter_names: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ForwardOutput:
+    """``logits`` ``[L, vocab_size]`` in the model's dtype or float32; ``hidden`` ``[T, hidden_size]`` if wanted."""
+
+    logits: Any
+    hidden: Any = None
+
+
+class Model(Role):
+    """Loads weights and runs the forward pass; attention goes through the bound attention provider."""
+
+    role: ClassVar[str] = "model"
+
+    @abstractmethod
+    def load(self) -> ModelInfo:
+        """Load the weights of ``context.config.model`` onto ``context.device``. Raises
+        :class:`trivet.errors.ModelLoadError` naming the file or parameter at fault."""
+
+    @abstractmethod
+    def kv_specs(self) -> list[LayerKVSpec]:
+        """One per attention layer, in layer order; called after :meth:`load`."""
+
+    @abstractmethod
+    def bind(self, attention: Attention, layout: KVLayout) -> None:
+        """Called once, after the attention provider has allocated its storage."""
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """One forward pass, writing keys and values to the cache. Bound to the ``trivet_forward`` phase."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the loaded weights."""
+        return 0

@@ -1,0 +1,49 @@
+"""Role ``runner``: the worker's side of a step: batch state, input preparation, the phases, the result."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from trivet.plan import StepPlan
+from trivet.result import StepResult
+from trivet.roles.base import Role
+from trivet.roles.kv import AttentionSupport, KVLayout, LayerKVSpec
+from trivet.roles.model import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself after loading; plain data."""
+
+    model: ModelInfo
+    specs: tuple[LayerKVSpec, ...]
+    support: tuple[AttentionSupport, ...]  #: one per spec
+    available_bytes: int  #: memory free for the KV cache
+    device: str = "cpu"
+    weight_bytes: int = 0
+    #: names of the sampling parameters that the sampler implements; a request that sets another one is refused
+    sampling_fields: frozenset[str] = field(default_factory=frozenset)
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class Runner(Role):
+    """One per worker. Methods are called one at a time, in one thread."""
+
+    role: ClassVar[str] = "runner"
+
+    @abstractmethod
+    def load(self) -> WorkerInfo:
+        """Load the model and everything that needs it."""
+
+    @abstractmethod
+    def allocate(self, layout: KVLayout) -> None:
+        """Allocate KV storage, once, before the first step."""
+
+    @abstractmethod
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out a plan: apply its deltas, forward, sample, draft. Deltas (new, finished, blocks) take effect even
+        when a phase then raises. A plan without rows only applies deltas and reports events (compiled grammars, ended
+        transfers); it may wait a few milliseconds for one. A :class:`trivet.errors.RequestFault` of a plugin becomes a
+        result with ``undone`` set; any other exception leaves this method."""

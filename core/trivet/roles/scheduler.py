@@ -1,0 +1,89 @@
+"""Role ``scheduler``: which requests run, how many tokens each, who is preempted."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trivet.plan import StepPlan
+from trivet.roles.base import Role
+
+if TYPE_CHECKING:
+    from trivet.context import EngineContext
+    from trivet.state import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Sizes that the rest of the engine is built for."""
+
+    max_num_seqs: int  #: slots: requests that can run at once
+    max_num_batched_tokens: int  #: the largest token budget of a step
+
+
+@dataclass(slots=True)
+class ScheduleInputs:
+    """What wrappers of ``trivet_schedule`` may change before the plan is made.
+
+    ``token_budget`` and ``max_num_seqs`` can be lowered (values above the scheduler's limits are capped). ``holds`` keeps the
+    named requests from being scheduled in this step, with the reason that ``engine.explain`` gives.
+    """
+
+    step_id: int
+    token_budget: int
+    max_num_seqs: int
+    holds: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a request does not advance: ``compute`` (token budget), ``memory`` (blocks), ``turn`` (policy, slots), ``hold``."""
+
+    kind: str
+    detail: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+class Scheduler(Role):
+    """Owns the waiting queue and decides each step; the mechanics are the planner's (``context.planner``).
+
+    All methods run on the engine's thread. A scheduler sees columns (``context.table``) for running requests and
+    :class:`trivet.state.Request` objects for waiting ones.
+    """
+
+    role: ClassVar[str] = "scheduler"
+
+    @property
+    @abstractmethod
+    def limits(self) -> SchedulerLimits:
+        """The sizes to build the engine for; read before :meth:`bind`."""
+
+    @abstractmethod
+    def bind(self, context: EngineContext) -> None:
+        """Called once before the first request, with planner, table, cache and components in reach."""
+
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises :class:`trivet.errors.OverloadedError` when a queue bound is reached."""
+
+    @abstractmethod
+    def requeue(self, request: Request) -> None:
+        """Queue a preempted request again; it must not lose its turn to requests that arrived later."""
+
+    @abstractmethod
+    def remove(self, request: Request) -> None:
+        """Drop a waiting request (aborted); no effect when it is not queued."""
+
+    @abstractmethod
+    def schedule(self, inputs: ScheduleInputs) -> StepPlan:
+        """Make the plan of one step: ``planner.begin(inputs)``, then extend, admit, preempt, then ``planner.finish()``."""
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """Requests queued here, held ones included."""
+
+    def explain(self, request: Request) -> Wait | None:
+        """Why ``request`` did not advance in the last step (None: it did, or it is not known here)."""
+        return None
