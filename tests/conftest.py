@@ -1,0 +1,56 @@
+"""Settings and fixtures that every test shares.
+
+Real models: ``demo_model`` comes with the ``demo`` extra and is part of the default run. Tests that ask for
+``qwen_model`` run only with ``--models FOLDER``, where ``FOLDER/qwen05/model.gguf`` is Qwen2.5 0.5B Instruct.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch or transformers. The test models are tiny, so one thread per process is fastest, and
+# its order of summation is the same on every machine; no test may reach a model hub.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that names a folder of real models."""
+    parser.addoption("--models", type=Path, metavar="FOLDER", help="folder with further real models, such as qwen05/")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests whose models were not given."""
+    if config.getoption("--models") is not None:
+        return
+    needy = [item for item in items if "qwen_model" in getattr(item, "fixturenames", ())]
+    if needy:
+        config.hook.pytest_deselected(items=needy)
+        items[:] = [item for item in items if item not in needy]
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Return the root of the checkout."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Return the GGUF file of Gemma 3 270M (pretrained, sliding window 512)."""
+    from trivet.demo import demo_model_path
+
+    return demo_model_path()
+
+
+@pytest.fixture(scope="session")
+def qwen_model(request: pytest.FixtureRequest) -> Path:
+    """Return the GGUF file of Qwen2.5 0.5B Instruct; tests that use it run only with ``--models``."""
+    path = Path(request.config.getoption("--models")) / "qwen05" / "model.gguf"
+    if not path.is_file():
+        pytest.fail(f"--models: {path} does not exist")
+    return path
