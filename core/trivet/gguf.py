@@ -55,7 +55,7 @@ _U64 = struct.Struct("<Q")
 
 
 class GGMLType(IntEnum):
-    """Element types of tensors (``ggml_type``)."""
+    """Element types of tensors in files (``ggml_type``; types of intermediate results are left out)."""
 
     F32 = 0
     F16 = 1
@@ -64,13 +64,11 @@ class GGMLType(IntEnum):
     Q5_0 = 6
     Q5_1 = 7
     Q8_0 = 8
-    Q8_1 = 9
     Q2_K = 10
     Q3_K = 11
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
-    Q8_K = 15
     IQ2_XXS = 16
     IQ2_XS = 17
     IQ3_XXS = 18
@@ -101,13 +99,11 @@ BLOCK_SIZES: Mapping[GGMLType, tuple[int, int]] = MappingProxyType(
         GGMLType.Q5_0: (32, 22),
         GGMLType.Q5_1: (32, 24),
         GGMLType.Q8_0: (32, 34),
-        GGMLType.Q8_1: (32, 36),
         GGMLType.Q2_K: (256, 84),
         GGMLType.Q3_K: (256, 110),
         GGMLType.Q4_K: (256, 144),
         GGMLType.Q5_K: (256, 176),
         GGMLType.Q6_K: (256, 210),
-        GGMLType.Q8_K: (256, 292),
         GGMLType.IQ2_XXS: (256, 66),
         GGMLType.IQ2_XS: (256, 74),
         GGMLType.IQ3_XXS: (256, 98),
