@@ -1,4 +1,4 @@
-"""The wheel with its plain dependencies: everything bundled works, and what an extra brings is asked for by its name."""
+"""The wheel with its plain dependencies: everything bundled works, and what an extra brings is asked for by name."""
 
 from __future__ import annotations
 
