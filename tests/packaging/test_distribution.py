@@ -137,7 +137,8 @@ def test_the_constraints_satisfy_every_declared_range(repository: Path, project:
             name, _, pin = line.partition("==")
             pins[name] = pin
     extras = project["project"]["optional-dependencies"]
-    declared = [Requirement(text) for text in (*project["project"]["dependencies"], *extras["test"], *extras["dev"])]
+    used = [text for extra in ("demo", "testing", "test", "dev") for text in extras[extra]]
+    declared = [Requirement(text) for text in (*project["project"]["dependencies"], *used)]
     for requirement in declared:
         if requirement.name == "trivet":
             continue
@@ -154,7 +155,7 @@ def test_the_light_dependencies_are_the_core_dependencies_without_the_heavy_ones
 def test_every_extra_but_the_developers_is_in_all(project: dict[str, Any]) -> None:
     extras = project["project"]["optional-dependencies"]
     (everything,) = (Requirement(text) for text in extras["all"])
-    assert everything.extras == set(extras) - {"all", "dev", "test"}
+    assert everything.extras == set(extras) - {"all", "dev", "test", "testing"}
 
 
 def test_the_entry_points_of_this_checkout_are_the_ones_installed(project: dict[str, Any]) -> None:
