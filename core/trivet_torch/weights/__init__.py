@@ -1,0 +1,1 @@
+"""Weight sources: Hugging Face folders, hub models and GGUF files."""

@@ -48,7 +48,7 @@ def _repeated(byte: int) -> int:
 
 
 def _packed(data: Tensor) -> Tensor:
-    """A contiguous copy; ``contiguous()`` would leave a single row where it is, perhaps not aligned for a wider type."""
+    """A contiguous copy; ``contiguous()`` would leave a single row where it is, perhaps unaligned for a wider type."""
     return data.clone(memory_format=torch.contiguous_format)
 
 
@@ -76,7 +76,9 @@ def _signed(values: Tensor, offset: int) -> Tensor:
 
 
 # Byte -> its eight bits, lowest first, each moved to bit 4 of a byte of its own; read as one 64-bit word.
-_HIGH_BITS = ((torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1).mul(16).to(torch.uint8).view(torch.int64).view(256)
+_HIGH_BITS = (
+    ((torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1).mul(16).to(torch.uint8).view(torch.int64).view(256)
+)
 # The non-linear levels of IQ4_NL and IQ4_XS.
 _IQ4_LEVELS = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]).float()
 
@@ -198,12 +200,10 @@ def dequantize_into(out: Tensor, raw: np.ndarray[Any, np.dtype[np.uint8]], ggml_
         raw: The tensor's bytes as the file has them, ``[nbytes]`` uint8.
         ggml_type: One of :data:`SUPPORTED_TYPES`.
 
-    Peak extra memory is a few MiB, whatever the size of the tensor.
+    Peak extra memory is a few MiB, whatever the size of the tensor; a view with a permuted order costs one copy of it.
     """
     if not out.is_contiguous():
-        share = raw.size // out.shape[0]
-        for index, part in enumerate(out):
-            dequantize_into(part, raw[index * share : (index + 1) * share], ggml_type)
+        _scatter(out, raw, ggml_type)
         return
     block_elements, block_bytes = BLOCK_SIZES[ggml_type]
     flat = out.detach().view(-1)
@@ -219,6 +219,18 @@ def dequantize_into(out: Tensor, raw: np.ndarray[Any, np.dtype[np.uint8]], ggml_
             values = _BLOCKS[ggml_type](chunk.view(-1, block_bytes)).view(-1)
         begin = start * block_elements
         flat[begin : begin + values.numel()].copy_(values)
+
+
+def _scatter(out: Tensor, raw: np.ndarray[Any, np.dtype[np.uint8]], ggml_type: GGMLType) -> None:
+    """Fill a view that is not contiguous: through its contiguous parts if it has them, else by way of a copy."""
+    if out[0].is_contiguous():
+        share = raw.size // out.shape[0]
+        for index, part in enumerate(out):
+            dequantize_into(part, raw[index * share : (index + 1) * share], ggml_type)
+        return
+    values = torch.empty(out.shape, dtype=out.dtype)
+    dequantize_into(values, raw, ggml_type)
+    out.copy_(values)
 
 
 def dequantize(file: GGUFFile, name: str, dtype: torch.dtype) -> Tensor:
