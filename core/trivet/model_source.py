@@ -1,0 +1,140 @@
+"""Where a model's files are: a folder, a GGUF file, a hub id, or the demo model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trivet.errors import ModelLoadError
+
+# What a hub model's snapshot needs: weights as safetensors, configuration, tokenizer, chat template, and code that a
+# model may bring (run only with trust_remote_code).
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py"]
+# Copies of the weights for other programs.
+_HUB_IGNORED = ["original/*", "onnx/*", "openvino/*", "consolidated*.safetensors"]
+
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLocation:
+    """A model's files on this machine.
+
+    Attributes:
+        kind: ``hf`` for a folder with ``config.json``, ``gguf`` for a GGUF file.
+        path: The folder or the file; absolute.
+        revision: The commit of a hub model; ``None`` for local files.
+    """
+
+    kind: Literal["hf", "gguf"]
+    path: Path
+    revision: str | None = None
+
+
+def resolve_model(name: str | Path) -> ModelLocation:
+    """Find the files of the model ``name``; downloads a hub model that is not in the hub's cache yet.
+
+    Args:
+        name: In this order: ``demo``; an existing GGUF file; an existing folder that holds ``config.json`` or exactly
+            one GGUF file; a hub id ``owner/name``, with a branch, tag or commit after ``@`` if wanted.
+
+    Raises:
+        ModelLoadError: Nothing is there, the folder holds no model or several, or the hub cannot be reached or refuses.
+    """
+    if name == "demo":
+        from trivet.demo import demo_model_path
+
+        return ModelLocation("gguf", demo_model_path().absolute())
+    if not str(name):
+        raise ModelLoadError("the name of the model is empty; set `model` to a folder, a GGUF file, a hub id or `demo`")
+    path = Path(name).expanduser().absolute()
+    if path.is_dir():
+        return _resolve_folder(path)
+    if path.is_file():
+        return _resolve_file(path)
+    match = _HUB_ID.fullmatch(str(name))
+    if isinstance(name, Path) or match is None or _looks_local(str(name)):
+        what = "GGUF file" if path.suffix == ".gguf" else "model folder"
+        raise ModelLoadError(
+            f"missing {what}: {path} does not exist; correct `model`, or download the model to that place"
+        )
+    return _resolve_hub(match["id"], match["revision"])
+
+
+def _looks_local(name: str) -> bool:
+    """Whether a string that could be a hub id is meant as a path: it ends like a file, or its parent folder exists."""
+    return name.endswith((".gguf", ".safetensors")) or ("/" in name and Path(name).parent.is_dir())
+
+
+def _resolve_file(path: Path) -> ModelLocation:
+    if path.suffix == ".gguf":
+        return ModelLocation("gguf", path)
+    with path.open("rb") as file:
+        if file.read(4) == b"GGUF":
+            return ModelLocation("gguf", path)
+    if path.suffix in {".safetensors", ".json"}:
+        raise ModelLoadError(f"{path} is one file of a model; name its folder instead: {path.parent}")
+    raise ModelLoadError(f"{path} is not a GGUF file; name a GGUF file, or a folder with config.json and safetensors")
+
+
+def _resolve_folder(path: Path) -> ModelLocation:
+    has_config = (path / "config.json").is_file()
+    if has_config and any(path.glob("*.safetensors*")):
+        return ModelLocation("hf", path)
+    # A projector of a multimodal model accompanies the model's own file.
+    ggufs = sorted(p for p in path.glob("*.gguf") if p.is_file() and not p.name.startswith("mmproj"))
+    if len(ggufs) > 1:
+        listed = ", ".join(p.name for p in ggufs)
+        raise ModelLoadError(f"{path} holds {len(ggufs)} GGUF files ({listed}); name the one to use: {ggufs[0]}")
+    if ggufs:
+        return ModelLocation("gguf", ggufs[0])
+    if has_config:
+        return ModelLocation("hf", path)
+    raise ModelLoadError(f"{path} holds neither config.json nor a GGUF file; name a folder that contains a model")
+
+
+def _resolve_hub(repo_id: str, revision: str | None) -> ModelLocation:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    local = Path(repo_id).absolute()
+    # The HTTP client's own base class; which client that is depends on the version of huggingface_hub.
+    transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
+    try:
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"the hub model {repo_id!r} is gated: accept its terms on its page, then log in with `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(
+            f"the hub model {repo_id!r} has no revision {revision!r}; correct the part of `model` after '@'"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelLoadError(
+            f"{repo_id!r} is neither a hub model that you can read nor a local folder ({local} does not exist); "
+            "correct `model`, or log in with `hf auth login` if it is private"
+        ) from error
+    except (EntryNotFoundError, OSError, transport_error) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ModelLoadError(
+            f"the hub model {repo_id!r} is not in the local cache and the hub cannot be reached ({reason}); there is "
+            f"no folder {local} either. Connect to the network, or download the model elsewhere and set `model` to its "
+            "folder or GGUF file"
+        ) from error
+    path = Path(folder).absolute()
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(
+            f"the hub model {repo_id!r} has no config.json; if it is a collection of GGUF files, download one of them "
+            f"(`hf download {repo_id} FILE.gguf`) and set `model` to its path"
+        )
+    return ModelLocation("hf", path, path.name)
