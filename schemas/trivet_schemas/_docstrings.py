@@ -1,6 +1,6 @@
 """Docstrings under the fields of a class, read from its source when a schema is asked for.
 
-Pydantic's ``use_attribute_docstrings`` reads the source when the class is made, which every start of the program pays for.
+Pydantic's ``use_attribute_docstrings`` reads the source when the class is made, and every start would pay for that.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from trivet_schemas.validation import members
 class Section(BaseModel):
     """A mapping of the configuration: unknown keys are refused, and it cannot change once it is made."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # Validators are built when they are first needed: most commands load many models and use few of them.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod

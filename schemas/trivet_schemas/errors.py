@@ -5,7 +5,7 @@ This module imports neither pydantic nor anything else that is slow to load.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -49,6 +49,12 @@ class Problem:
         """The same problem, with ``prefix`` put before its path."""
         return replace(self, path=join_path(prefix, self.path))
 
+    def at(self, place: Place) -> Problem:
+        """The same problem, written at ``place`` unless it already knows its own."""
+        if self.line is not None or self.override is not None:
+            return self
+        return replace(self, line=place.line, override=place.override)
+
 
 class SchemaError(ValueError):
     """Base of the errors of this package. ``problems`` holds every problem found, not only the first."""
@@ -83,16 +89,6 @@ class ConfigError(SchemaError):
     """A configuration cannot be used. ``source`` is the file it came from, None if it was made in Python."""
 
     _heading = "problems in the configuration"
-
-    def located(self, source: str | None, locate: Callable[[str], Place]) -> ConfigError:
-        """The same error with ``source`` and with the place of each problem, as ``locate(path)`` finds it."""
-        problems = [
-            replace(problem, **locate(problem.path)._asdict())
-            if problem.line is None and problem.override is None
-            else problem
-            for problem in self.problems
-        ]
-        return ConfigError(problems, source)
 
 
 def join_path(*parts: str | int) -> str:

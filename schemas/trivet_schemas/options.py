@@ -50,7 +50,9 @@ def flat(*names: str) -> dict[str, Any]:
     return {_FLAT_KEY: list(names)}
 
 
-def collect_flat_names(providers: Mapping[str, Mapping[str, type[BaseModel] | None]]) -> dict[str, list[tuple[str, str]]]:
+def collect_flat_names(
+    providers: Mapping[str, Mapping[str, type[BaseModel] | None]],
+) -> dict[str, list[tuple[str, str]]]:
     """The flat arguments that option models declare: name → ``[(role, option), ...]`` in order of role and provider.
 
     Args:
@@ -92,7 +94,7 @@ def _declared(model: type[BaseModel] | None) -> list[tuple[str, str]]:
     return pairs
 
 
-def parse_size(value: int | float | str) -> int:
+def parse_size(value: float | str) -> int:
     """Bytes from ``4294967296``, ``"4GiB"``, ``"512MB"`` or ``"1.5G"``.
 
     ``KB``, ``MB``, ``GB``, ``TB``, ``PB`` are powers of 1000; ``KiB`` … ``PiB`` and the bare letters ``K`` … ``P`` are
@@ -108,7 +110,7 @@ def parse_size(value: int | float | str) -> int:
     if isinstance(value, float) and value >= 0 and value.is_integer():
         return int(value)
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None or (match[4] and not match[3]):
+    if not isinstance(value, str) or match is None or (match[4] and not match[3]):
         raise ValueError(f"must be a number of bytes or a size like 4GiB, 512MB or 1.5G, got {show(value)}")
     from decimal import Context, Decimal
 
@@ -119,7 +121,7 @@ def parse_size(value: int | float | str) -> int:
 
 
 def format_size(size: int) -> str:
-    """A size in the largest binary unit, exact when that needs at most two decimals: ``4GiB``, ``1.5MiB``, ``~1.33GiB``."""
+    """A size in the largest binary unit: ``4GiB``, ``1.5MiB``; a ``~`` says that it was cut, as in ``~1.33GiB``."""
     for letter in "PTGMK":
         unit = 1024 ** _POWERS[letter.lower()]
         if size >= unit:
@@ -132,9 +134,11 @@ def format_size(size: int) -> str:
 Size = Annotated[
     int,
     BeforeValidator(parse_size),
-    WithJsonSchema({
-        "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE_JSON_PATTERN}],
-        "description": "bytes, or a size like 4GiB, 512MB, 1.5G",
-    }),
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE_JSON_PATTERN}],
+            "description": "bytes, or a size like 4GiB, 512MB, 1.5G",
+        }
+    ),
 ]
 """Bytes, given as a number or as text that :func:`parse_size` reads."""

@@ -28,21 +28,23 @@ MAX_TEMPERATURE = 2.0
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: logits divided by so little only overflow."""
 
-ENGINE_FIELDS: frozenset[str] = frozenset({
-    "n",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "max_tokens",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "output_kind",
-    "priority",
-    "cache_salt",
-    "extra_args",
-})
+ENGINE_FIELDS: frozenset[str] = frozenset(
+    {
+        "n",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "max_tokens",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "output_kind",
+        "priority",
+        "cache_salt",
+        "extra_args",
+    }
+)
 """Fields that the engine, its output stage and its other plugins carry out; a sampler has no part in them."""
 
 
@@ -125,6 +127,8 @@ _Float = Annotated[float, BeforeValidator(_number)]
 _Bool = Annotated[bool, BeforeValidator(_boolean)]
 _Text = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, BeforeValidator(_integer), Field(ge=0)]
+_Texts = Annotated[list[_Text], BeforeValidator(_string_list, json_schema_input_type=str | list[str] | None)]
+_TokenIds = Annotated[list[_TokenId], BeforeValidator(_optional_list, json_schema_input_type=list[int] | None)]
 _Penalty = Annotated[_Float, Field(ge=-2.0, le=2.0)]
 _Bias = Annotated[_Float, Field(ge=-100.0, le=100.0)]
 
@@ -132,7 +136,8 @@ _Bias = Annotated[_Float, Field(ge=-100.0, le=100.0)]
 class _Params(BaseModel):
     """Base: unknown fields are refused, and every error is a :class:`ParameterError` with all problems."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    # The validators are built when the first parameters are made, which keeps the import short.
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -198,13 +203,9 @@ class SamplingParams(_Params):
         BeforeValidator(_unseeded, json_schema_input_type=int | None),
     ] = None
     """Makes the outputs reproducible; None (or -1, which becomes None) lets the engine draw one."""
-    stop: Annotated[list[_Text], BeforeValidator(_string_list, json_schema_input_type=str | list[str] | None)] = Field(
-        default_factory=list
-    )
+    stop: _Texts = Field(default_factory=list)
     """Texts that end the output; a single string becomes a list of one."""
-    stop_token_ids: Annotated[list[_TokenId], BeforeValidator(_optional_list, json_schema_input_type=list[int] | None)] = (
-        Field(default_factory=list)
-    )
+    stop_token_ids: _TokenIds = Field(default_factory=list)
     """Tokens that end the output, besides the model's end of sequence."""
     include_stop_str_in_output: _Bool = False
     """Leave the stop string at the end of the text."""
@@ -228,9 +229,7 @@ class SamplingParams(_Params):
     """Added to the logits of these tokens, -100 to 100."""
     allowed_token_ids: Annotated[list[_TokenId], BeforeValidator(_plain_list), Field(min_length=1)] | None = None
     """Sample only from these tokens."""
-    bad_words: Annotated[list[_Text], BeforeValidator(_string_list, json_schema_input_type=str | list[str] | None)] = Field(
-        default_factory=list
-    )
+    bad_words: _Texts = Field(default_factory=list)
     """Texts whose last token is never sampled where it would complete them."""
     structured_outputs: Annotated[
         StructuredOutputsParams | None,
@@ -295,10 +294,11 @@ class SamplingParams(_Params):
     def unsupported(self, supported: frozenset[str]) -> list[str]:
         """The fields that are set to something else than their default and are not in ``supported``, in field order.
 
-        A sampler declares the fields it implements; the engine adds :data:`ENGINE_FIELDS` that it carries out itself and
-        refuses a request for which this is not empty.
+        A sampler declares the fields it implements; the engine adds those of :data:`ENGINE_FIELDS` that it carries out
+        itself, and refuses a request for which this is not empty.
         """
-        return [name for name, value in _DEFAULTS.items() if name not in supported and getattr(self, name) != value]
+        defaults = type(self)().__dict__
+        return [name for name, value in defaults.items() if name not in supported and getattr(self, name) != value]
 
     def _broken_rules(self) -> Iterator[tuple[frozenset[str], Problem]]:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -308,11 +308,8 @@ class SamplingParams(_Params):
             message = f"must be 1 with temperature={self.temperature:g} (greedy outputs are all equal), got {self.n}"
             yield frozenset({"n", "temperature"}), Problem("n", message)
         if self.stop and not self.detokenize:
-            message = f"needs detokenize=True, since strings are found in text, got {show(self.stop)}; use stop_token_ids"
+            message = f"needs detokenize=True (strings are found in text), got {show(self.stop)}; use stop_token_ids"
             yield frozenset({"stop", "detokenize"}), Problem("stop", message)
-
-
-_DEFAULTS = dict(SamplingParams().__dict__)
 
 
 class PoolingParams(_Params):

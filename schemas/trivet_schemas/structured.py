@@ -32,7 +32,7 @@ class StructuredOutputsParams:
     """Tags between which the output is constrained, as a mapping or as JSON text."""
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) is not None and getattr(self, f.name) is not False]
+        given = self._given()
         problems: list[Problem] = []
         if len(given) != 1:
             names = ", ".join(f.name for f in fields(self))
@@ -60,7 +60,11 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """Name of the field that is given."""
-        return next(f.name for f in fields(self) if getattr(self, f.name) not in {None, False})
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return [name for name, value in values.items() if value is not None and value is not False]
 
 
 def _check_text(value: object) -> str | None:
