@@ -318,6 +318,16 @@ class GGUFFile:
         return np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
 
 
+# A generation may end with the end of the sequence, of a turn, or of a message (llama.cpp's vocabulary loader).
+_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def eos_token_ids(file: GGUFFile) -> list[int]:
+    """The ids that end a generation according to the metadata, the main one first, each once."""
+    ids = (file.metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
+    return list(dict.fromkeys(value for value in ids if isinstance(value, int)))
+
+
 def _map(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trivet.errors import ModelLoadError
+from trivet_torch.weights._listing import listed
 from trivet_torch.weights.gguf_config import config_from_gguf
 from trivet_torch.weights.gguf_dequant import check_type, dequantize_into
 from trivet_torch.weights.gguf_names import Placement, is_parameter, place
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from trivet.gguf import GGUFFile, TensorInfo
-
-_MAX_NAMES = 8  # listed in an error before the rest is only counted
 
 
 def load_gguf(
@@ -70,7 +69,7 @@ def _placements(file: GGUFFile, config: PreTrainedConfig) -> dict[str, Placement
             placements[name] = placement
     if unmapped:
         raise ModelLoadError(
-            f"{file.path}: no parameter of a {architecture!r} model corresponds to {_listed(unmapped)}; "
+            f"{file.path}: no parameter of a {architecture!r} model corresponds to {listed(unmapped)}; "
             "the file holds a variant that is not supported: use the model's safetensors instead"
         )
     return placements
@@ -110,7 +109,7 @@ def fill(model: nn.Module, file: GGUFFile, placements: dict[str, Placement]) -> 
     unfilled = [name for name, t in targets.items() if parts_filled.get(id(t), 0) < parts_needed.get(id(t), 1)]
     if unfilled:
         raise ModelLoadError(
-            f"{file.path}: the file has no tensor for the parameters {_listed(unfilled)}; "
+            f"{file.path}: the file has no tensor for the parameters {listed(unfilled)}; "
             "it is incomplete: download or convert it again"
         )
 
@@ -134,9 +133,3 @@ def _fill_one(target: Tensor, file: GGUFFile, info: TensorInfo, placement: Place
         region.copy_(values.add_(placement.offset))
     else:
         dequantize_into(region, raw, info.ggml_type)
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
-    more = len(names) - _MAX_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
