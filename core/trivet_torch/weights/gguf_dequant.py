@@ -9,7 +9,9 @@ A tensor is worked on in chunks that fit into the processor's cache; bit fields 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 # Elements per chunk: 1 MiB in float32, which stays in the cache from the first operation to the last.
 _CHUNK_ELEMENTS = 1 << 18
+# Elements per job of a thread.
+_JOB_ELEMENTS = 1 << 21
+# Beyond this many threads the interpreter's lock, held between operations on a chunk, is the limit.
+_MAX_THREADS = 8
 
 _PLAIN: Mapping[GGMLType, torch.dtype] = MappingProxyType(
     {
@@ -244,6 +250,46 @@ def dequantize(file: GGUFFile, name: str, dtype: torch.dtype) -> Tensor:
     out = torch.empty(prod(info.shape), dtype=dtype)
     dequantize_into(out, file.raw(name), info.ggml_type)
     return out.view(info.shape)
+
+
+def jobs_for(
+    out: Tensor, raw: np.ndarray[Any, np.dtype[np.uint8]], ggml_type: GGMLType
+) -> Iterator[Callable[[], None]]:
+    """Independent parts of ``dequantize_into(out, raw, ggml_type)``, for :func:`run_jobs`."""
+    if not out.is_contiguous():
+        yield partial(dequantize_into, out, raw, ggml_type)
+        return
+    block_elements, block_bytes = BLOCK_SIZES[ggml_type]
+    flat = out.detach().view(-1)
+    step = _JOB_ELEMENTS // block_elements
+    for start in range(0, raw.size // block_bytes, step):
+        part = flat[start * block_elements : (start + step) * block_elements]
+        yield partial(dequantize_into, part, raw[start * block_bytes : (start + step) * block_bytes], ggml_type)
+
+
+def run_jobs(jobs: Iterable[Callable[[], None]]) -> None:
+    """Run ``jobs`` on as many threads as torch uses (at most 8), each job's operations on one thread.
+
+    Splitting the work by jobs instead of splitting every operation saves the meeting of all threads after each of
+    thousands of short operations, which takes many times longer than the work itself where processors are shared.
+    """
+    num_threads = torch.get_num_threads()
+    if num_threads == 1:
+        for job in jobs:
+            job()
+        return
+    try:
+        workers = min(num_threads, _MAX_THREADS)
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for _ in pool.map(_call, jobs):
+                pass
+    finally:
+        # The setting is per thread, but it is also what threads started later begin with.
+        torch.set_num_threads(num_threads)
+
+
+def _call(job: Callable[[], None]) -> None:
+    job()
 
 
 def check_type(file: GGUFFile, name: str) -> None:

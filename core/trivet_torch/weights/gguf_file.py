@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +12,14 @@ from torch import Tensor, nn
 from trivet.errors import ModelLoadError
 from trivet_torch.weights._listing import listed
 from trivet_torch.weights.gguf_config import config_from_gguf
-from trivet_torch.weights.gguf_dequant import check_type, dequantize_into
+from trivet_torch.weights.gguf_dequant import check_type, dequantize_into, jobs_for, run_jobs
 from trivet_torch.weights.gguf_names import Placement, is_parameter, place
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from trivet.gguf import GGUFFile, TensorInfo
+    from trivet.gguf import GGMLType, GGUFFile, TensorInfo
 
 
 def load_gguf(
@@ -85,6 +88,7 @@ def fill(model: nn.Module, file: GGUFFile, placements: dict[str, Placement]) -> 
     """
     targets = model.state_dict(keep_vars=True)
     filled: dict[tuple[int, int | None], str] = {}
+    jobs: list[Callable[[], None]] = []
     for name, placement in placements.items():
         target = targets.get(placement.parameter)
         if target is None:
@@ -100,7 +104,7 @@ def fill(model: nn.Module, file: GGUFFile, placements: dict[str, Placement]) -> 
                 f"{placement.parameter!r}; convert the model again"
             )
         filled[key] = name
-        _fill_one(target, file, file.tensors[name], placement)
+        jobs += _jobs(target, file, file.tensors[name], placement)
 
     parts_filled: dict[int, int] = {}
     for target_id, _ in filled:
@@ -112,9 +116,11 @@ def fill(model: nn.Module, file: GGUFFile, placements: dict[str, Placement]) -> 
             f"{file.path}: the file has no tensor for the parameters {listed(unfilled)}; "
             "it is incomplete: download or convert it again"
         )
+    run_jobs(jobs)
 
 
-def _fill_one(target: Tensor, file: GGUFFile, info: TensorInfo, placement: Placement) -> None:
+def _jobs(target: Tensor, file: GGUFFile, info: TensorInfo, placement: Placement) -> Iterator[Callable[[], None]]:
+    """The work that fills one parameter or one part of it; raises :class:`ModelLoadError` if the shapes differ."""
     region = target.detach()
     if placement.part is not None:
         index, count = placement.part
@@ -128,8 +134,14 @@ def _fill_one(target: Tensor, file: GGUFFile, info: TensorInfo, placement: Place
         region = placement.reorder(region)
     raw = file.raw(info.name)
     if placement.offset:
-        values = torch.empty(region.shape, dtype=torch.float32)
-        dequantize_into(values, raw, info.ggml_type)
-        region.copy_(values.add_(placement.offset))
+        yield partial(_fill_with_offset, region, raw, info.ggml_type, placement.offset)
     else:
-        dequantize_into(region, raw, info.ggml_type)
+        yield from jobs_for(region, raw, info.ggml_type)
+
+
+def _fill_with_offset(
+    region: Tensor, raw: np.ndarray[Any, np.dtype[np.uint8]], ggml_type: GGMLType, offset: float
+) -> None:
+    values = torch.empty(region.shape, dtype=torch.float32)
+    dequantize_into(values, raw, ggml_type)
+    region.copy_(values.add_(offset))
