@@ -129,11 +129,9 @@ class Cache(Role):
         """End a lease; blocks nobody else needs become free, the tail of a table first."""
 
     def invalidate(self, blocks: Sequence[Int32]) -> list[tuple[int, int]]:
-        """Forget the content of ``blocks[g]``; returns ``(slot, tokens still valid)`` for every table that has one."""
-        affected: list[tuple[int, int]] = []
-        if any(len(b) for b in blocks):
-            raise NotImplementedError(f"{type(self).__name__} got invalid blocks but never asked for a load")
-        return affected
+        """Forget the content of ``blocks[g]``; returns ``(slot, tokens still valid)`` for every table that holds one of
+        them. The request whose load failed is rewound by the core; a cache that shares blocks must name the others."""
+        return []
 
     @abstractmethod
     def reset(self) -> bool:

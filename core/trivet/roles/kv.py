@@ -7,7 +7,16 @@ from typing import Literal
 
 KVKind = Literal["full", "sliding", "chunked", "recurrent"]
 
-_ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "int32": 4, "int64": 8}
+_ITEM_SIZES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+    "int32": 4,
+    "int64": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)

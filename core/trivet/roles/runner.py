@@ -25,6 +25,8 @@ class WorkerInfo:
     weight_bytes: int = 0
     #: names of the sampling parameters that the sampler implements; a request that sets another one is refused
     sampling_fields: frozenset[str] = field(default_factory=frozenset)
+    draft_tokens: int = 0  #: proposals per step of the drafter, 0 without one
+    draft_lookahead: int = 0  #: KV positions that it writes beyond the scheduled tokens
     timings: dict[str, float] = field(default_factory=dict)
 
 

@@ -46,7 +46,9 @@ class Sampled:
     accepted: Ragged
     logprobs: list[RowLogprobs] = field(default_factory=list)  #: ``row`` indexes sampling rows
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    errors: list[RequestFailure] = field(default_factory=list)  #: rows with NaN or no token left; their accepted is empty
+    errors: list[RequestFailure] = field(
+        default_factory=list
+    )  #: rows with NaN or no token left; their accepted is empty
     path: Ragged | None = None  #: [S] indices of accepted drafts within the row (trees only)
 
 
@@ -58,7 +60,9 @@ class Sampler(Role):
     fields: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
-    def bind(self, vocab_size: int, tokenizer_size: int, max_num_seqs: int, processors: Sequence[LogitsProcessor]) -> None:
+    def bind(
+        self, vocab_size: int, tokenizer_size: int, max_num_seqs: int, processors: Sequence[LogitsProcessor]
+    ) -> None:
         """Called once. Ids from ``tokenizer_size`` on (padding rows of the LM head) are never drawn."""
 
     @abstractmethod

@@ -1,0 +1,159 @@
+"""The way in: every request is checked whole before anything is allocated for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trivet.errors import RequestError
+from trivet.events import RequestsAdded
+from trivet.plan import Int32, Task
+from trivet.roles import Wait
+from trivet.state import Request
+from trivet_schemas.errors import ParameterError
+from trivet_schemas.sampling import ENGINE_FIELDS, PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    from trivet.assembly import Parts
+
+_TASKS = {"embed": Task.EMBED, "score": Task.SCORE, "classify": Task.CLASSIFY}
+
+
+class Admissions:
+    """Validates and queues requests; tells observers; explains waits."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._p = parts
+        self._fields = parts.info.sampling_fields | ENGINE_FIELDS
+        self._seeds = np.random.default_rng(parts.config.seed)
+        self._count = 0
+        self._added: list[Request] = []
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: Any,
+        *,
+        priority: int | None = None,
+        arrival_time: float | None = None,
+        prompt: str | None = None,
+        adapter: str | None = None,
+        cache_tags: Mapping[str, bytes] | None = None,
+        parent: str | None = None,
+        extra: Mapping[str, bytes] | None = None,
+    ) -> Request:
+        """See :meth:`trivet.engine.Engine.add_request`."""
+        life = self._p.lifecycle
+        if request_id in life.requests:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request", param="request_id")
+        ids = self._prompt(prompt_token_ids)
+        max_total, task = self._params(params, ids)
+        if not self._p.cache.fits(max_total):
+            stats = self._p.cache.stats()
+            raise RequestError(
+                f"a request of {len(ids)} prompt tokens that may grow to {max_total} can never fit into the KV cache of "
+                f"{stats.total} blocks; shorten it, lower max_tokens, or raise plugins.cache.memory",
+                param="prompt",
+            )
+        seed = getattr(params, "seed", None)
+        tags = dict(cache_tags or {})
+        if adapter is not None:
+            tags.setdefault("adapter", adapter.encode())
+        if getattr(params, "cache_salt", None):
+            tags.setdefault("cache_salt", params.cache_salt.encode())
+        request = Request(
+            request_id,
+            ids,
+            params,
+            max_total,
+            int(self._seeds.integers(2**63)) if seed is None else seed,
+            index=self._count,
+            task=task,
+            priority=params.priority if priority is None else priority,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            prompt=prompt,
+            adapter=adapter,
+            cache_tags=tags,
+            parent=parent,
+            extra=dict(extra or {}),
+        )
+        life.accept(request)
+        self._count += 1
+        self._added.append(request)
+        return request
+
+    def tell(self) -> None:
+        """Report what was queued since the last call."""
+        if self._added:
+            added, self._added = self._added, []
+            if self._p.hooks.has_observers("requests_added"):
+                self._p.hooks.requests_added(RequestsAdded(added))
+
+    def explain(self, request_id: str) -> Wait | None:
+        """See :meth:`trivet.engine.Engine.explain`."""
+        request = self._p.lifecycle.requests.get(request_id)
+        if request is None:
+            return None
+        if request.holds:
+            now = time.monotonic()
+            holds = list(request.holds.values())
+            numbers = {f"{h.plugin}:{h.kind}": round(now - h.since, 3) for h in holds}
+            return Wait("hold", "; ".join(f"{h.detail} ({h.plugin})" for h in holds), numbers)
+        return self._p.scheduler.explain(request)
+
+    # ------------------------------------------------------------------ checks
+
+    def _prompt(self, prompt_token_ids: Sequence[int]) -> Int32:
+        if len(prompt_token_ids) == 0:
+            raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        ids = np.asarray(prompt_token_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RequestError(
+                f"prompt_token_ids must be a list of integers, got {ids.dtype} {ids.shape}", param="prompt"
+            )
+        vocab = self._p.vocab_size
+        outside = ids[(ids < 0) | (ids >= vocab)]
+        if len(outside):
+            raise RequestError(
+                f"token id {int(outside[0])} is outside the vocabulary (0 to {vocab - 1}); was the prompt encoded with "
+                "another model's tokenizer?",
+                param="prompt",
+            )
+        return ids.astype(np.int32)
+
+    def _params(self, params: Any, ids: Int32) -> tuple[int, Task]:
+        limit, count = self._p.max_model_len, len(ids)
+        if isinstance(params, PoolingParams):
+            if params.task not in self._p.info.model.tasks:
+                tasks = ", ".join(self._p.info.model.tasks)
+                raise RequestError(f"task {params.task!r} is not one of this model's: {tasks}", param="task")
+            if count > limit:
+                raise RequestError(f"the prompt has {count} tokens and the context holds {limit}", param="prompt")
+            return count, _TASKS[params.task]
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling parameters must be a SamplingParams, got {type(params).__name__}", param="params"
+            )
+        try:
+            params.check_context(count, limit)
+            params.check_vocabulary(self._p.vocab_size)
+        except ParameterError as error:
+            raise RequestError(str(error)) from error
+        lacking = params.unsupported(self._fields)
+        if params.structured_outputs is not None and any(g.validate(params) for g in self._p.grammars):
+            lacking = [name for name in lacking if name != "structured_outputs"]
+        if lacking:
+            raise RequestError(
+                f"{', '.join(lacking)}: not supported by the selected plugins (sampler and grammar); leave it out or select "
+                "plugins that offer it",
+                param=lacking[0],
+            )
+        if params.stop and self._p.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and none is selected", param="stop")
+        for processor in self._p.processors:
+            processor.validate(params)
+        return count + params.token_limit(count, limit), Task.GENERATE

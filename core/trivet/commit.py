@@ -1,0 +1,223 @@
+"""The third leg: take a step's result over into the request state.
+
+Works on columns for all rows of the plan at once; loops run only over what is rare: ends, logprobs, drafts, errors, transfers.
+A row whose epoch is no longer its slot's (preempted, aborted, ended in the meantime) is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trivet.events import CommitEvents
+from trivet.plan import Bool, Int32, Ragged, StepPlan
+from trivet.result import ConstraintState, StepResult
+from trivet.rows import spans
+
+if TYPE_CHECKING:
+    from trivet.lifecycle import Lifecycle
+    from trivet.roles import Cache
+    from trivet.state import Request, RequestTable
+
+_NEVER = np.int32(2**31 - 1)
+
+
+class Committer:
+    """Implements the ``trivet_commit`` phase. Belongs to the engine's thread."""
+
+    def __init__(self, table: RequestTable, cache: Cache, lifecycle: Lifecycle, eos_token_ids: frozenset[int]) -> None:
+        self._table, self._cache, self._life, self._eos = table, cache, lifecycle, eos_token_ids
+
+    def commit(self, plan: StepPlan, result: StepResult) -> CommitEvents:
+        """Apply ``result``; every request named in ``plan`` that is still there advances, ends, or is put back."""
+        if result.step_id != plan.step_id:
+            raise ValueError(f"the result of step {result.step_id} arrived for step {plan.step_id}")
+        table, life = self._table, self._life
+        events = CommitEvents(plan.step_id)
+        live: Bool = table.epoch[plan.slots] == plan.epochs
+        table.in_flight[plan.slots[live]] -= 1
+        table.num_placeholders[plan.slots[live]] -= plan.samples[live]
+        rewound = life.end_transfers(result.transfers_finished, result.transfers_failed, result.invalid_blocks)
+        if rewound:
+            live &= ~np.isin(plan.slots, list(rewound))
+            self._restart([s for s in rewound if table.in_flight[s] > 0])
+        self._fail(result)
+        live &= table.epoch[plan.slots] == plan.epochs
+        if result.undone:
+            self._undo(plan, live)
+        else:
+            self._advance(plan, result, live, events)
+        self._constraints(result)
+        life.release_children()
+        life.settle(plan.step_id)
+        return events
+
+    def abandon(self, plan: StepPlan, message: str) -> None:
+        """The step failed as a whole: its requests end with ``message``, nothing it wrote is ever used."""
+        table, life = self._table, self._life
+        live = table.epoch[plan.slots] == plan.epochs
+        table.in_flight[plan.slots[live]] -= 1
+        for slot in plan.slots[live].tolist():
+            request = table.requests[slot]
+            if request is not None:
+                life.finish(request, "error", message=message)
+        life.release_children()
+        life.settle(plan.step_id)
+
+    # ------------------------------------------------------------------ parts
+
+    def _advance(self, plan: StepPlan, result: StepResult, live: Bool, events: CommitEvents) -> None:
+        table = self._table
+        slots = plan.slots
+        offsets, flat = result.accepted.offsets, result.accepted.values
+        if len(offsets) != len(slots) + 1:
+            raise ValueError(f"the result has {len(offsets) - 1} rows of accepted tokens, the plan has {len(slots)}")
+        counts = np.diff(offsets)
+        # Verified rows computed the KV of all drafts; that of the rejected ones is written over later.
+        rejected = np.where(plan.num_drafts > 0, np.maximum(plan.num_drafts - np.maximum(counts - 1, 0), 0), 0)
+        table.num_computed[slots[live]] -= rejected[live]
+        done = plan.num_computed + plan.num_scheduled - rejected
+        table.num_committed[slots[live]] = np.maximum(table.num_committed[slots[live]], done[live])
+        table.num_drafts[slots[live & (plan.num_drafts > 0)]] = 0
+        if result.forced is not None:
+            counts, flat = _joined(result.accepted, result.forced)
+            offsets = np.zeros(len(counts) + 1, np.int32)
+            np.cumsum(counts, out=offsets[1:])
+        kept = self._append(slots, np.where(live, counts, 0).astype(np.int32), offsets, flat, events)
+        self._outputs(plan, result, live, kept, events)
+        if result.next_drafts is not None:
+            self._keep_drafts(plan, result, live & (table.epoch[slots] == plan.epochs))
+        if self._cache.wants_commits:
+            still = live & (table.epoch[slots] == plan.epochs)
+            rows = slots[still]
+            if len(rows):
+                final = np.minimum(table.num_committed[rows], table.num_known[rows]).astype(np.int32)
+                self._cache.commit(rows, final)
+
+    def _append(self, slots: Int32, counts: Int32, offsets: Int32, flat: Int32, events: CommitEvents) -> Int32:
+        """Append tokens up to each row's stop; returns how many of each row were kept, ends the rows that stop."""
+        table = self._table
+        rows = np.flatnonzero(counts)
+        kept = np.zeros(len(slots), np.int32)
+        if not len(rows):
+            events.tokens = Ragged.empty()
+            return kept
+        sub, many = slots[rows], counts[rows]
+        starts, index = spans(offsets[rows], many)
+        tokens = flat[index]
+        row_of = np.repeat(np.arange(len(rows)), many)
+        position = table.num_known[sub][row_of] + (np.arange(len(tokens), dtype=np.int32) - starts[:-1][row_of])
+        after = position + 1
+        owner = sub[row_of]
+        stops = (table.stop_ids[owner] == tokens[:, None]).any(axis=1) & (after > table.min_total[owner])
+        ends = stops | (after >= table.max_total[owner])
+        nth = np.arange(len(tokens), dtype=np.int32) - starts[:-1][row_of]
+        first = np.minimum.reduceat(np.where(ends, nth, _NEVER), starts[:-1])
+        kept_rows = np.minimum(many, np.where(first == _NEVER, _NEVER, first + 1)).astype(np.int32)
+        keep = nth < kept_rows[row_of]
+        table.tokens[owner[keep], position[keep]] = tokens[keep]
+        table.num_known[sub] += kept_rows
+        kept[rows] = kept_rows
+        out = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(kept_rows, out=out[1:])
+        events.tokens = Ragged(out, tokens[keep])
+        events.requests = [table.requests[s] for s in sub.tolist()]  # type: ignore[misc]
+        self._first_tokens(sub, events.requests)
+        for i in np.flatnonzero(first != _NEVER).tolist():
+            token = int(tokens[starts[i] + first[i]])
+            stopped = bool(stops[starts[i] + first[i]])
+            self._end(events.requests[i], token if stopped else None)
+        return kept
+
+    def _first_tokens(self, slots: Int32, requests: list[Request]) -> None:
+        fresh = np.flatnonzero(self._table.num_known[slots] - self._table.num_prompt[slots] <= 1)
+        if len(fresh):
+            now = time.monotonic()
+            for i in fresh.tolist():
+                if requests[i].first_token_time is None:
+                    requests[i].first_token_time = now
+
+    def _end(self, request: Request, token: int | None) -> None:
+        if token is None:
+            self._life.finish(request, "length")
+            return
+        # As in vLLM: the model's own end has no stop_reason, a stop token of the user's is named.
+        own = token in self._eos and not (getattr(request.params, "ignore_eos", False))
+        self._life.finish(request, "stop", stop_reason=None if own else token)
+
+    def _outputs(self, plan: StepPlan, result: StepResult, live: Bool, kept: Int32, events: CommitEvents) -> None:
+        table = self._table
+        if result.logprobs:
+            place = {row: i for i, row in enumerate(np.flatnonzero(kept).tolist())}
+            events.logprobs = [(place[lp.row], lp.values) for lp in result.logprobs if lp.row in place]
+        for chunk in result.prompt_logprobs:
+            request = self._request(chunk.slot, chunk.epoch, events)
+            if request is not None:
+                events.prompt_logprobs.append((request, chunk))
+        for pooled in result.pooled:
+            if table.epoch[pooled.slot] == pooled.epoch:
+                request = table.requests[pooled.slot]
+                assert request is not None
+                events.pooled.append((request, pooled))
+                self._life.finish(request, "stop")
+
+    def _request(self, slot: int, epoch: int, events: CommitEvents) -> Request | None:
+        request = self._table.requests[slot]
+        if request is not None and request.epoch == epoch:
+            return request
+        # It may just have ended with the last token of this very step.
+        return next((r for r in events.requests if r.epoch == epoch), None)
+
+    def _keep_drafts(self, plan: StepPlan, result: StepResult, live: Bool) -> None:
+        table, drafts, parents = self._table, result.next_drafts, result.next_draft_parents
+        assert drafts is not None
+        for row in np.flatnonzero(live & (drafts.lengths > 0)).tolist():
+            slot = int(plan.slots[row])
+            # Forced tokens moved the end of the known tokens; proposals for the old end are void.
+            if result.forced is not None and len(result.forced.row(row)):
+                continue
+            room = int(table.max_total[slot] - table.num_known[slot]) - 1
+            ids = drafts.row(row)[: max(room, 0)]
+            if len(ids) and table.num_placeholders[slot] == 0:
+                table.drafts[slot] = (ids, None if parents is None else parents.row(row)[: len(ids)])
+                table.num_drafts[slot] = len(ids)
+
+    def _fail(self, result: StepResult) -> None:
+        for failure in result.errors:
+            if self._table.epoch[failure.slot] == failure.epoch:
+                request = self._table.requests[failure.slot]
+                assert request is not None
+                self._life.finish(request, "error", message=failure.message)
+
+    def _constraints(self, result: StepResult) -> None:
+        for status in result.constraints:
+            if self._table.epoch[status.slot] != status.epoch:
+                continue
+            request = self._table.requests[status.slot]
+            assert request is not None
+            if status.state == ConstraintState.READY:
+                self._life.release(request, "core", "grammar")
+            elif status.state == ConstraintState.FAILED:
+                self._life.finish(request, "error", message=status.message)
+            elif status.state == ConstraintState.TERMINATED:
+                self._life.finish(request, "stop")
+
+    def _undo(self, plan: StepPlan, live: Bool) -> None:
+        table = self._table
+        slots = plan.slots[live]
+        table.num_computed[slots] = np.minimum(table.num_computed[slots], plan.num_computed[live])
+        table.num_drafts[slots] = 0
+        self._restart([s for s in slots.tolist() if table.in_flight[s] > 0])
+
+    def _restart(self, slots: list[int]) -> None:
+        # Later steps are under way that build on what is now void: only a new epoch makes their results stale.
+        for slot in slots:
+            self._life.preempt(slot)
+
+
+def _joined(accepted: Ragged, forced: Ragged) -> tuple[Int32, Int32]:
+    parts = [np.concatenate([accepted.row(i), forced.row(i)]) for i in range(len(accepted))]
+    counts = np.array([len(p) for p in parts], np.int32)
+    return counts, np.concatenate(parts).astype(np.int32) if parts else accepted.values

@@ -1,0 +1,145 @@
+"""What happens when a plugin raises, by the phase it raised in.
+
+In the run phase the requests of that plan end with the error and the engine goes on: whatever the step wrote is in blocks that only
+those requests had. In schedule or commit the state itself is suspect: every request ends with the error and the engine takes
+no more work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from trivet.errors import EngineUnhealthyError
+from trivet.plan import StepPlan
+from trivet.result import StepResult
+from trivet.roles import PendingStep
+
+if TYPE_CHECKING:
+    from trivet.assembly import Parts
+
+logger = logging.getLogger("trivet.engine")
+
+
+class _Failed:
+    """A step that reached the workers although the run phase then raised: waited for, and not used."""
+
+    def __init__(self, pending: PendingStep, error: Exception) -> None:
+        self._pending, self._error = pending, error
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def result(self) -> StepResult:
+        self._pending.result()
+        raise self._error
+
+
+class Faults:
+    """Runs the legs of the loop and turns exceptions into ended requests."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._p = parts
+        self.reason: str | None = None
+        self._stopped = False
+        self._submitted: PendingStep | None = None
+        parts.hooks.bind("run", self._submit)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine takes work."""
+        return self.reason is None and not self._stopped
+
+    def check_healthy(self) -> None:
+        """Raise :class:`EngineUnhealthyError` with the reason."""
+        if self._stopped:
+            raise EngineUnhealthyError("the engine has been shut down")
+        if self.reason is not None:
+            raise EngineUnhealthyError(f"the engine stopped after a fault and must be restarted: {self.reason}")
+
+    @contextmanager
+    def suspect(self, leg: str) -> Iterator[None]:
+        """Around schedule and commit: an exception ends everything."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("%s failed; the engine stops", leg)
+            self.fail(f"{leg} failed: {describe(error)}")
+
+    def fail(self, reason: str) -> None:
+        """Turn unhealthy: every request ends with ``reason``."""
+        if self.reason is not None:
+            return
+        self.reason = reason
+        life = self._p.lifecycle
+        for request in list(life.requests.values()):
+            try:
+                life.finish(request, "error", message=reason)
+            except Exception:
+                # The state is known to be suspect here; the request must end all the same.
+                logger.exception("ending %s after a fault failed", request.request_id)
+                life.force_end(request, reason)
+        self._p.hooks.engine_stopped(reason)
+
+    def _submit(self, plan: StepPlan) -> PendingStep:
+        self._submitted = self._p.executor.submit(plan)
+        self._p.lifecycle.submitted(plan)
+        return self._submitted
+
+    def send(self, plan: StepPlan) -> PendingStep | None:
+        """The run leg; None when the plan did not get out (its requests have ended)."""
+        self._submitted = None
+        try:
+            return self._p.hooks.run(plan)
+        except Exception as error:
+            if self._submitted is not None:
+                return _Failed(self._submitted, error)
+            logger.exception("sending step %d failed", plan.step_id)
+            self._p.lifecycle.unsent(plan)
+            self._abandon(plan, error)
+            return None
+
+    def result(self, plan: StepPlan, pending: PendingStep) -> StepResult | None:
+        """Wait for a step; None when it failed (its requests have ended)."""
+        try:
+            return pending.result()
+        except Exception as error:
+            logger.exception("step %d failed", plan.step_id)
+            self._abandon(plan, error)
+            return None
+
+    def _abandon(self, plan: StepPlan, error: Exception) -> None:
+        with self.suspect("commit"):
+            self._p.committer.abandon(plan, describe(error))
+        try:
+            self._p.executor.check_health()
+        except Exception as lost:
+            self.fail(describe(lost))
+
+    def stop(self, flying: deque[tuple[StepPlan, PendingStep, float]]) -> None:
+        """Abort what is left, let steps in flight end, shut every part down."""
+        if self._stopped:
+            return
+        self._stopped = True
+        life = self._p.lifecycle
+        for request in list(life.requests.values()):
+            life.finish(request, "abort")
+        while flying:
+            plan, pending, _ = flying.popleft()
+            result = self.result(plan, pending)
+            if result is not None and self.reason is None:
+                with self.suspect("commit"):
+                    self._p.committer.commit(plan, result)
+        if self.reason is None:
+            self._p.hooks.engine_stopped("shutdown")
+        self._p.shutdown()
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line, with the plugin's name if the facade noted it."""
+    notes: list[Any] = getattr(error, "__notes__", [])
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{text} ({'; '.join(map(str, notes))})" if notes else text

@@ -1,0 +1,326 @@
+"""A request from acceptance to end: slots given and taken, blocks kept until nobody reads them, transfers, ends.
+
+Blocks of a request that ends or is preempted are *retired*: kept untouched until every step in flight that names them has been
+committed. Blocks that a transfer reads or writes are *leased* until the workers report its end. So an abort at any moment, in any state,
+is safe.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trivet.context import Hold
+from trivet.events import Finished
+from trivet.plan import EMPTY_I32, EMPTY_I64, Int32, Int64, NewRequest, StepPlan, Transfer
+from trivet.state import Request, RequestTable
+
+if TYPE_CHECKING:
+    from trivet.roles import Cache, Connector, ExternalHit, KVLayout, Scheduler
+
+
+class Lifecycle:
+    """Owns the map of unfinished requests and everything that outlives a slot. Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        cache: Cache,
+        scheduler: Scheduler,
+        layout: KVLayout,
+        *,
+        stop_ids: Callable[[Request], tuple[int, ...]],
+        draft_k: Callable[[Request], int],
+        connector: Connector | None = None,
+    ) -> None:
+        self.table, self.cache, self.scheduler, self._connector = table, cache, scheduler, connector
+        self._stop_ids, self._draft_k = stop_ids, draft_k
+        self._block_sizes = [g.block_size for g in layout.groups]
+        self.requests: dict[str, Request] = {}
+        self.ended: list[Finished] = []
+        self.adapters: list[str] = []
+        self._last_submitted = -1
+        self._leases: deque[tuple[int, int]] = deque()  # (step, lease): free once that step is committed
+        self._transfers: dict[int, tuple[Transfer, int]] = {}
+        self._next_transfer = 0
+        self._loads: list[Transfer] = []
+        self._stores: list[Transfer] = []
+        self._preempted: list[tuple[int, int]] = []
+        self._finished: list[tuple[int, int]] = []
+        self._children: dict[str, list[Request]] = {}
+
+    # ------------------------------------------------------------------ coming
+
+    def accept(self, request: Request) -> None:
+        """Queue a valid request."""
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        parent = self.requests.get(request.parent) if request.parent else None
+        if parent is not None and parent is not request and self.cache.can_fork:
+            hold = Hold("parent", "core", f"the prompt is being computed by {parent.request_id}", time.monotonic())
+            request.holds[hold.plugin, hold.kind] = hold
+            self._children.setdefault(parent.request_id, []).append(request)
+
+    def assign(self, request: Request) -> int:
+        """Give a request a slot."""
+        slot = self.table.assign(request, self._stop_ids(request), self._draft_k(request))
+        if request.adapter is not None:
+            if request.adapter not in self.adapters:
+                self.adapters.append(request.adapter)
+            self.table.adapter[slot] = self.adapters.index(request.adapter)
+        return slot
+
+    def hold(self, request: Request, hold: Hold) -> None:
+        """Keep a request from being scheduled."""
+        request.holds[hold.plugin, hold.kind] = hold
+        if request.slot >= 0:
+            self.table.held[request.slot] = True
+
+    def release(self, request: Request, plugin: str, kind: str) -> None:
+        """Take a hold back."""
+        request.holds.pop((plugin, kind), None)
+        if request.slot >= 0:
+            self.table.held[request.slot] = bool(request.holds)
+
+    def release_children(self) -> None:
+        """Let children run whose parent's prompt is computed, or gone."""
+        for parent_id in list(self._children):
+            parent = self.requests.get(parent_id)
+            ready = parent is None or (
+                parent.slot >= 0 and bool(self.table.num_committed[parent.slot] >= parent.num_prompt)
+            )
+            if ready:
+                for child in self._children.pop(parent_id):
+                    self.release(child, "core", "parent")
+
+    @property
+    def waits_for_workers(self) -> bool:
+        """Whether a report is due from the workers that needs no rows (grammars, transfers)."""
+        if self._transfers:
+            return True
+        held = self.table.held
+        return bool(held.any()) and any(
+            ("core", "grammar") in r.holds for r in self.table.requests if r is not None and r.holds
+        )
+
+    # ------------------------------------------------------------------ going
+
+    def finish(
+        self,
+        request: Request,
+        reason: str,
+        *,
+        stop_reason: int | str | None = None,
+        message: str | None = None,
+        num_output: int | None = None,
+    ) -> None:
+        """End a request, wherever it is; a second end has no effect. ``num_output`` cuts its outputs."""
+        if request.finish_reason is not None:
+            return
+        if request.slot >= 0:
+            slot, epoch = request.slot, request.epoch
+            if self._connector is not None and reason in ("stop", "length"):
+                self._store_finished(request, slot)
+            self._vacate(slot)
+            self._finished.append((slot, epoch))
+        else:
+            self.scheduler.remove(request)
+        if num_output is not None:
+            del request.output_ids[num_output:]
+        request.finish_reason, request.stop_reason, request.message = reason, stop_reason, message
+        request.finished_time = time.monotonic()
+        request.holds.clear()
+        self.requests.pop(request.request_id, None)
+        for siblings in self._children.values():
+            if request in siblings:
+                siblings.remove(request)
+        self.ended.append(Finished(request, reason, stop_reason, message, len(request.output_ids)))
+
+    def force_end(self, request: Request, message: str) -> None:
+        """End a request whose slot or blocks cannot be given back in order, after a fault of the core."""
+        request.finish_reason, request.message = "error", message
+        request.finished_time = time.monotonic()
+        self.requests.pop(request.request_id, None)
+        self.ended.append(Finished(request, "error", None, message, len(request.output_ids)))
+
+    def preempt(self, slot: int) -> Request:
+        """Take slot and blocks from a running request and queue it again under a later epoch."""
+        request = self.table.requests[slot]
+        assert request is not None
+        request.num_recomputed_tokens += int(self.table.num_computed[slot])
+        self._preempted.append((slot, request.epoch))
+        self._vacate(slot)
+        # What the worker knew of this admission is gone, so what was held for it starts again at the next one.
+        for key in [k for k, h in request.holds.items() if h.kind in ("grammar", "transfer") and h.plugin == "core"]:
+            del request.holds[key]
+        request.num_preemptions += 1
+        self.scheduler.requeue(request)
+        return request
+
+    def _vacate(self, slot: int) -> None:
+        flying = int(self.table.in_flight[slot]) > 0
+        lease = self.cache.retire(slot)
+        self.table.release(slot)
+        if flying:
+            self._leases.append((self._last_submitted, lease))
+        else:
+            self.cache.settle(lease)
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether blocks wait for steps in flight."""
+        return bool(self._leases)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether transfers are under way or wait to be sent."""
+        return bool(self._transfers)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether transfers wait to be sent to the workers, which justifies a plan without rows."""
+        return bool(self._loads or self._stores)
+
+    def submitted(self, plan: StepPlan) -> None:
+        """A plan was sent; blocks retired from now on wait for it."""
+        self._last_submitted = plan.step_id
+
+    def settle(self, step_id: int) -> None:
+        """A step was committed (or failed): free what waited for it."""
+        while self._leases and self._leases[0][0] <= step_id:
+            self.cache.settle(self._leases.popleft()[1])
+
+    def unsent(self, plan: StepPlan) -> None:
+        """A plan never reached the workers: its news must travel with the next one."""
+        self._preempted[:0] = zip(plan.preempted.tolist(), plan.preempted_epochs.tolist(), strict=True)
+        self._finished[:0] = zip(plan.finished.tolist(), plan.finished_epochs.tolist(), strict=True)
+        self._loads[:0], self._stores[:0] = plan.loads, plan.stores
+        for new in plan.new:
+            if self.live(new) and not bool((plan.slots == new.slot).any()):
+                self.preempt(new.slot)
+
+    def live(self, key: NewRequest | Transfer) -> bool:
+        """Whether the admission that ``key`` names still has its slot."""
+        return bool(self.table.epoch[key.slot] == key.epoch)
+
+    def take_preempted(self) -> tuple[Int32, Int64]:
+        """Slots and epochs to report to the workers, once."""
+        return self._take(self._preempted)
+
+    def take_finished(self) -> tuple[Int32, Int64]:
+        """Slots and epochs to report to the workers, once."""
+        return self._take(self._finished)
+
+    @staticmethod
+    def _take(pairs: list[tuple[int, int]]) -> tuple[Int32, Int64]:
+        if not pairs:
+            return EMPTY_I32, EMPTY_I64
+        slots, epochs = zip(*pairs, strict=True)
+        pairs.clear()
+        return np.array(slots, np.int32), np.array(epochs, np.int64)
+
+    def take_ended(self) -> list[Finished]:
+        """Requests that ended since the last call."""
+        ended, self.ended = self.ended, []
+        return ended
+
+    # ------------------------------------------------------------------ transfers
+
+    def take_transfers(self) -> tuple[list[Transfer], list[Transfer]]:
+        """Loads and stores for the plan, once."""
+        loads, stores = self._loads, self._stores
+        self._loads, self._stores = [], []
+        return loads, stores
+
+    def external_load(self, slot: int, request: Request, start: int, count: int, hit: ExternalHit) -> Transfer:
+        """A load of ``count`` tokens from ``start`` on through the connector."""
+        assert self._connector is not None
+        tables = self.cache.tables(slot)
+        blocks = [
+            table[start // size : -(-(start + count) // size)]
+            for table, size in zip(tables, self._block_sizes, strict=True)
+        ]
+        return Transfer(
+            -1, self._connector.endpoint, slot, request.epoch, start, count, blocks, hit.keys, hit.blocking, hit.payload
+        )
+
+    def start_load(self, request: Request, load: Transfer) -> None:
+        """Number a load, lease its blocks, hold the request unless the load is part of the step."""
+        self._start(load, self._loads)
+        if not load.blocking:
+            detail = f"{load.num_tokens} tokens are being loaded through {load.endpoint}"
+            self.hold(request, Hold("transfer", "core", detail, time.monotonic()))
+
+    def _start(self, transfer: Transfer, queue: list[Transfer]) -> None:
+        self._next_transfer += 1
+        transfer.transfer_id = self._next_transfer
+        self._transfers[transfer.transfer_id] = (transfer, self.cache.lease(transfer.blocks))
+        queue.append(transfer)
+
+    def _store_finished(self, request: Request, slot: int) -> None:
+        assert self._connector is not None
+        tables = self.cache.tables(slot)
+        hit = self._connector.finished(request, tables)
+        if hit is None or hit.num_tokens < 1:
+            return
+        blocks = [t[: -(-hit.num_tokens // size)] for t, size in zip(tables, self._block_sizes, strict=True)]
+        endpoint = self._connector.endpoint
+        store = Transfer(-1, endpoint, slot, request.epoch, 0, hit.num_tokens, blocks, hit.keys, payload=hit.payload)
+        self._start(store, self._stores)
+
+    def end_transfers(self, finished: Int64, failed: Int64, invalid: Sequence[Int32]) -> set[int]:
+        """Take over the workers' report; returns the slots whose computed tokens were rewound."""
+        rewound: set[int] = set()
+        for transfer_id in finished.tolist() + failed.tolist():
+            if transfer_id not in self._transfers:
+                continue
+            transfer, lease = self._transfers.pop(transfer_id)
+            self.cache.settle(lease)
+            if not self.live(transfer):
+                continue
+            request = self.table.requests[transfer.slot]
+            assert request is not None
+            end = transfer.start_token + transfer.num_tokens
+            if transfer_id in failed:
+                end = self._valid_until(transfer, invalid)
+                self._rewind(transfer.slot, end, rewound)
+            self.table.num_committed[transfer.slot] = max(int(self.table.num_committed[transfer.slot]), end)
+            if not any(t.slot == transfer.slot and t.epoch == transfer.epoch for t, _ in self._transfers.values()):
+                self.release(request, "core", "transfer")
+        if any(len(b) for b in invalid):
+            for slot, valid in self.cache.invalidate(invalid):
+                self._rewind(slot, valid, rewound)
+        return rewound
+
+    def _valid_until(self, transfer: Transfer, invalid: Sequence[Int32]) -> int:
+        valid = transfer.start_token + transfer.num_tokens
+        named = False
+        for size, blocks, bad in zip(self._block_sizes, transfer.blocks, invalid, strict=False):
+            hits = np.flatnonzero(np.isin(blocks, bad))
+            if len(hits):
+                named = True
+                valid = min(valid, max(transfer.start_token, (transfer.start_token // size + int(hits[0])) * size))
+        return valid if named else transfer.start_token
+
+    def _rewind(self, slot: int, valid: int, rewound: set[int]) -> None:
+        if int(self.table.num_computed[slot]) > valid:
+            self.table.num_computed[slot] = valid
+            self.table.num_committed[slot] = min(int(self.table.num_committed[slot]), valid)
+            rewound.add(slot)
+
+    def check_integrity(self) -> None:
+        """The map of requests agrees with the table, and blocks add up."""
+        self.table.check_integrity()
+        for slot in self.table.order.tolist():
+            request = self.table.requests[slot]
+            assert request is not None and self.requests.get(request.request_id) is request
+        stats = self.cache.stats()
+        assert stats.free + stats.used + stats.retired + stats.leased == stats.total, stats
+        self.cache.check_integrity()
+        self.scheduler.check_integrity()

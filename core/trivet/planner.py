@@ -1,0 +1,380 @@
+"""The mechanics of making a plan: what schedulers of every policy share.
+
+A scheduler decides; the planner does: it keeps slots, blocks, epochs, drafts and deltas consistent, and refuses what would break
+them. ``begin`` → any of ``extend``, ``admit``, ``preempt`` → ``finish``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trivet.context import Hold
+from trivet.plan import (
+    EMPTY_I32,
+    BlockDelta,
+    Bool,
+    InputSource,
+    Int32,
+    LogitsRows,
+    NewRequest,
+    Ragged,
+    StepPlan,
+    Task,
+    Transfer,
+)
+from trivet.rows import PlanRows, block_delta, gather_tokens
+from trivet.state import Request, RequestTable
+
+if TYPE_CHECKING:
+    from trivet.lifecycle import Lifecycle
+    from trivet.roles import Cache, Connector, ScheduleInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What came of an attempt to admit. ``num_tokens`` are scheduled in this plan; 0 with ``ok``: admitted, but held, or none were asked for."""
+
+    ok: bool
+    num_tokens: int = 0
+    #: why not: ``hold``, ``turn`` (no slot), ``memory`` (no blocks), ``compute`` (no token budget)
+    reason: str = ""
+
+
+class Planner:
+    """Builds one :class:`StepPlan` at a time. Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        cache: Cache,
+        lifecycle: Lifecycle,
+        *,
+        connector: Connector | None = None,
+        num_groups: int,
+        token_feedback: bool,
+        max_in_flight: int,
+        draft_lookahead: int = 0,
+    ) -> None:
+        self.table, self.cache, self._life, self._connector = table, cache, lifecycle, connector
+        self._groups, self._feedback, self._depth, self._lookahead = (
+            num_groups,
+            token_feedback,
+            max_in_flight,
+            draft_lookahead,
+        )
+        self._step = 0
+        self._forks: dict[str, list[Request]] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._inputs: ScheduleInputs | None = None
+        self._rows = PlanRows()
+        self._new: dict[int, Request] = {}
+        self._parents: dict[int, int] = {}
+        self._planned = np.zeros(self.table.max_num_seqs, np.bool_)
+        self._held_now = np.zeros(self.table.max_num_seqs, np.bool_)
+        self._block_slots: list[list[int]] = [[] for _ in range(self._groups)]
+        self._blocks: list[list[int]] = [[] for _ in range(self._groups)]
+        self._copies: list[list[tuple[int, int]]] = [[] for _ in range(self._groups)]
+        self._zeroing: list[list[int]] = [[] for _ in range(self._groups)]
+        self.num_preempted = 0
+
+    # ------------------------------------------------------------------ what a scheduler may look at
+
+    @property
+    def step_id(self) -> int:
+        """The number of the plan being made, or of the last one."""
+        return self._step
+
+    @property
+    def tokens_left(self) -> int:
+        """What remains of the step's token budget."""
+        assert self._inputs is not None
+        return self._inputs.token_budget - self._rows.num_tokens
+
+    @property
+    def memory_pending(self) -> bool:
+        """Whether blocks come free by themselves once the steps in flight have been committed."""
+        return self._life.has_retired
+
+    def pending(self, slots: Int32) -> Int32:
+        """``[n]`` tokens that each slot still has to compute, drafts included."""
+        t = self.table
+        return t.num_known[slots] + t.num_placeholders[slots] + t.num_drafts[slots] - t.num_computed[slots]
+
+    def runnable(self) -> Int32:
+        """Slots that may be given tokens in this plan, in admission order."""
+        t = self.table
+        order = t.order
+        if not len(order):
+            return order
+        flying, drawn = t.in_flight[order], t.num_placeholders[order]
+        ok = ~(t.held[order] | self._planned[order] | self._held_now[order])
+        if self._feedback:
+            # A verification in flight leaves the number of computed tokens open, so nothing can be planned on top of it.
+            ok &= (flying == 0) | ((flying < self._depth) & (self._verifying(order) == 0))
+            ok &= (drawn == 0) | (t.num_known[order] + drawn < t.max_total[order])
+        else:
+            ok &= flying == 0
+        ok &= self.pending(order) > 0
+        return order[ok]
+
+    def planned(self, slots: Int32) -> Bool:
+        """``[n]`` whether each slot is in this plan already."""
+        return self._planned[slots]
+
+    def is_held(self, request: Request) -> bool:
+        """Whether a request may not be scheduled in this step."""
+        return bool(request.holds) or (self._inputs is not None and request.request_id in self._inputs.holds)
+
+    # ------------------------------------------------------------------ making a plan
+
+    def begin(self, inputs: ScheduleInputs) -> None:
+        """Start the plan of a step."""
+        self._clear()
+        self._inputs = inputs
+        self._step = inputs.step_id
+        for request_id in inputs.holds:
+            request = self._life.requests.get(request_id)
+            if request is not None and request.slot >= 0:
+                self._held_now[request.slot] = True
+
+    def extend(self, slots: Int32, counts: Int32) -> int:
+        """Schedule ``counts[i]`` ≥ 1 tokens for running slot ``slots[i]``, in order, as far as memory goes.
+
+        Returns how many leading rows are in the plan; the first row beyond lacks blocks. Counts beyond what a row
+        has pending, or beyond the token budget, are an error of the scheduler's.
+        """
+        if not len(slots):
+            return 0
+        t = self.table
+        if int(counts.min()) < 1 or bool((counts > self.pending(slots)).any()):
+            raise ValueError("a row must be given between 1 and its pending number of tokens")
+        if int(counts.sum()) > self.tokens_left:
+            raise ValueError(
+                f"{int(counts.sum())} tokens exceed the {self.tokens_left} left in the step's token budget"
+            )
+        if bool(self._planned[slots].any()):
+            raise ValueError("a slot can be in a plan only once")
+        totals = t.num_computed[slots] + counts
+        if self._lookahead:
+            totals = np.minimum(totals + self._lookahead, t.max_model_len).astype(np.int32)
+        got = self.cache.extend(slots, totals)
+        for g in range(self._groups):
+            self._block_slots[g] += got.slots[g]
+            self._blocks[g] += got.blocks[g]
+            if got.copies:
+                self._copies[g] += got.copies[g]
+            if got.zeroing:
+                self._zeroing[g] += got.zeroing[g]
+        if got.rows:
+            self._take(slots[: got.rows], counts[: got.rows])
+        return got.rows
+
+    def admit(self, request: Request, max_tokens: int, *, reserve: int = 0) -> Admission:
+        """Give a queued request a slot and up to ``max_tokens`` of its tokens in this plan.
+
+        Blocks for all of its known tokens are taken at once, and for ``reserve`` more, so that a prompt once begun is
+        not thrown back half-way. With ``max_tokens`` 0 it gets slot and blocks, and tokens by a later ``extend``. On success the scheduler must drop the request from its queue.
+        """
+        assert self._inputs is not None
+        t = self.table
+        if self.is_held(request):
+            return Admission(False, reason="hold")
+        if t.num_running >= min(self._inputs.max_num_seqs, t.max_num_seqs):
+            return Admission(False, reason="turn")
+        budget = min(max_tokens, self.tokens_left)
+        if budget < min(max_tokens, 1):
+            return Admission(False, reason="compute")
+        slot = self._life.assign(request)
+        if not self._allocate(request, slot, reserve):
+            self.cache.settle(self.cache.retire(slot))
+            t.release(slot)
+            return Admission(False, reason="memory")
+        self._new[slot] = request
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+        if request.holds or not budget:
+            t.held[slot] = bool(request.holds)
+            return Admission(True)
+        slots = np.array([slot], np.int32)
+        count = np.minimum(self.pending(slots), budget).astype(np.int32)
+        self._take(slots, count)
+        return Admission(True, int(count[0]))
+
+    def preempt(self, slot: int) -> Request:
+        """Take a running request's slot and blocks away and queue it again; its tokens are computed anew later."""
+        if self._planned[slot]:
+            raise ValueError(f"slot {slot} is in this plan already, its blocks are spoken for")
+        self._new.pop(slot, None)
+        request = self._life.preempt(slot)
+        self.num_preempted += 1
+        return request
+
+    def finish(self) -> StepPlan:
+        """The plan; empty of rows when nothing could be scheduled."""
+        t = self.table
+        rows = self._rows.concatenate()
+        life = self._life
+        plan = StepPlan(step_id=self._step)
+        plan.preempted, plan.preempted_epochs = life.take_preempted()
+        plan.finished, plan.finished_epochs = life.take_finished()
+        plan.loads, plan.stores = life.take_transfers()
+        plan.slots, plan.epochs = rows.slots, t.epoch[rows.slots]
+        plan.num_computed, plan.num_scheduled, plan.num_drafts = rows.computed, rows.scheduled, rows.drafts
+        plan.lookahead = np.full(len(rows.slots), self._lookahead, np.int32)
+        plan.samples, plan.pools = rows.samples, rows.pools
+        plan.input_source, plan.logits_rows = rows.source, rows.logits
+        # A new request travels whole, so its tokens must not be sent again as a delta.
+        for slot, request in self._new.items():
+            plan.new.append(self._new_request(slot, request))
+            t.num_sent[slot] = t.num_known[slot]
+        plan.resumed = np.array([n.slot for n in plan.new if n.resumed], np.int32)
+        plan.tokens = gather_tokens(t.tokens, rows.slots, t.num_sent[rows.slots], t.num_known[rows.slots])
+        t.num_sent[rows.slots] = t.num_known[rows.slots]
+        self._add_drafts(plan)
+        plan.draft_k = np.where(plan.samples, self._wanted_drafts(rows.slots), 0).astype(np.int32)
+        plan.adapters = life.adapters
+        plan.adapter = t.adapter[rows.slots]
+        plan.new_blocks, plan.copies, plan.zeroing = self._block_deltas()
+        self._clear()
+        return plan
+
+    # ------------------------------------------------------------------ parts
+
+    def _verifying(self, slots: Int32) -> Int32:
+        t = self.table
+        # Computed beyond known + placeholders means that drafts are being verified in flight.
+        over = t.num_computed[slots] - t.num_known[slots] - t.num_placeholders[slots]
+        return np.maximum(over, 0) + t.num_drafts[slots] * (t.in_flight[slots] > 0)
+
+    def _allocate(self, request: Request, slot: int, reserve: int) -> bool:
+        t = self.table
+        known = int(t.num_known[slot])
+        fork = self._fork_source(request)
+        loads: list[Transfer] = []
+        if fork >= 0:
+            shared = int(t.num_prompt[slot]) - 1
+            got = self.cache.fork(fork, slot, shared)
+            if got is None:
+                self.cache.admit(slot, request)  # an empty table, so that there is one to give back
+                return False
+            for g in range(self._groups):
+                if got.copies:
+                    self._copies[g] += got.copies[g]
+            self._parents[slot] = fork
+            t.num_computed[slot] = t.num_committed[slot] = shared
+            hit_tokens = shared
+        else:
+            hit = self.cache.admit(slot, request)
+            hit_tokens, loads = hit.num_tokens, hit.loads
+            t.num_computed[slot] = t.num_committed[slot] = hit_tokens
+        external = None
+        if self._connector is not None and fork < 0:
+            external = self._connector.match(request, hit_tokens)
+        total = min(known + max(reserve, self._lookahead), int(t.max_total[slot]))
+        slots = np.array([slot], np.int32)
+        got = self.cache.extend(slots, np.array([max(total, known)], np.int32))
+        if got.rows < 1:
+            return False
+        for g in range(self._groups):
+            if got.copies:
+                self._copies[g] += got.copies[g]
+            if got.zeroing:
+                self._zeroing[g] += got.zeroing[g]
+        if external is not None and self._connector is not None:
+            count = min(external.num_tokens, known - 1 - hit_tokens)
+            if count > 0:
+                loads.append(self._life.external_load(slot, request, hit_tokens, count, external))
+                t.num_computed[slot] += count
+        for load in loads:
+            self._life.start_load(request, load)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = int(t.num_computed[slot])
+        if getattr(request.params, "structured_outputs", None) is not None:
+            hold = Hold("grammar", "core", "its grammar is being compiled", time.monotonic())
+            request.holds[hold.plugin, hold.kind] = hold
+        return True
+
+    def _fork_source(self, request: Request) -> int:
+        if request.parent is None or request.output_ids or not self.cache.can_fork:
+            return -1
+        parent = self._life.requests.get(request.parent)
+        if parent is None or parent.slot < 0 or parent.slot in self._new:
+            return -1
+        ready = self.table.num_committed[parent.slot] >= request.num_prompt
+        return parent.slot if ready else -1
+
+    def _take(self, slots: Int32, counts: Int32) -> None:
+        t = self.table
+        known, drawn, drafts = t.num_known[slots], t.num_placeholders[slots], t.num_drafts[slots]
+        before = t.num_computed[slots].copy()
+        after = before + counts
+        base = known + drawn
+        used = np.clip(after - base, 0, drafts).astype(np.int32)
+        complete = after >= base
+        pooled = t.pooled[slots]
+        samples = complete & ~pooled
+        logits = np.where(samples, np.where(used > 0, LogitsRows.DRAFTS, LogitsRows.LAST), LogitsRows.NONE).astype(
+            np.uint8
+        )
+        # The logits at position p are about token p + 1, so the prompt's last position only matters if it samples.
+        logits[t.prompt_logprobs[slots] & (before < t.num_prompt[slots] - 1)] = LogitsRows.PROMPT
+        source = np.where((drawn > 0) & (after >= base), InputSource.DEVICE, InputSource.KNOWN).astype(np.uint8)
+        t.num_computed[slots] = after
+        t.num_drafts[slots] = used
+        t.num_placeholders[slots] += samples
+        t.in_flight[slots] += 1
+        self._planned[slots] = True
+        self._rows.add(slots, before, counts, used, samples, complete & pooled, source, logits)
+
+    def _wanted_drafts(self, slots: Int32) -> Int32:
+        t = self.table
+        # One token is drawn in any case, and a draft beyond the last possible token is work for nothing.
+        room = t.max_total[slots] - t.num_known[slots] - t.num_placeholders[slots] - 1
+        return np.clip(t.draft_k[slots], 0, np.maximum(room, 0))
+
+    def _add_drafts(self, plan: StepPlan) -> None:
+        t = self.table
+        if not plan.num_drafts.any():
+            return
+        ids: list[Int32] = []
+        parents: list[Int32] = []
+        tree = False
+        for slot, used in zip(plan.slots.tolist(), plan.num_drafts.tolist(), strict=True):
+            draft_ids, draft_parents = t.drafts.pop(slot, (EMPTY_I32, None)) if used else (EMPTY_I32, None)
+            ids.append(draft_ids[:used])
+            tree |= draft_parents is not None
+            chain = np.arange(-1, used - 1, dtype=np.int32)
+            parents.append(chain if draft_parents is None else draft_parents[:used])
+        plan.draft_ids = Ragged.from_rows(ids)
+        plan.draft_parents = Ragged.from_rows(parents) if tree else None
+
+    def _new_request(self, slot: int, request: Request) -> NewRequest:
+        t = self.table
+        return NewRequest(
+            request_id=request.request_id,
+            slot=slot,
+            epoch=request.epoch,
+            token_ids=t.tokens[slot, : t.num_known[slot]].copy(),
+            num_prompt=request.num_prompt,
+            num_computed=int(t.num_committed[slot]),
+            blocks=self.cache.tables(slot),
+            params=request.params,
+            task=Task(request.task),
+            seed=request.seed,
+            adapter=request.adapter,
+            parent_slot=self._parents.get(slot, -1),
+            resumed=request.num_preemptions > 0,
+            extra=request.extra,
+        )
+
+    def _block_deltas(self) -> tuple[list[BlockDelta], list[Int32], list[Int32]]:
+        deltas = [block_delta(s, b) for s, b in zip(self._block_slots, self._blocks, strict=True)]
+        copies = [np.array(c, np.int32).reshape(-1, 2) for c in self._copies]
+        zeroing = [np.array(z, np.int32) for z in self._zeroing]
+        return deltas, copies, zeroing

@@ -1,0 +1,83 @@
+"""Array helpers of the planner: rows gathered in pieces, ragged gathers, block deltas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trivet.plan import EMPTY_BOOL, EMPTY_I32, EMPTY_U8, BlockDelta, Bool, Int32, Ragged, UInt8
+
+
+@dataclass(slots=True)
+class Rows:
+    """Parallel columns of scheduled rows, ``[R]`` each."""
+
+    slots: Int32
+    computed: Int32
+    scheduled: Int32
+    drafts: Int32
+    samples: Bool
+    pools: Bool
+    source: UInt8
+    logits: UInt8
+
+
+@dataclass(slots=True)
+class PlanRows:
+    """Pieces of rows, in plan order."""
+
+    num_tokens: int = 0
+    _pieces: list[Rows] = field(default_factory=list)
+
+    def add(
+        self,
+        slots: Int32,
+        computed: Int32,
+        scheduled: Int32,
+        drafts: Int32,
+        samples: Bool,
+        pools: Bool,
+        source: UInt8,
+        logits: UInt8,
+    ) -> None:
+        """Append a piece."""
+        self._pieces.append(
+            Rows(slots.astype(np.int32), computed, scheduled.astype(np.int32), drafts, samples, pools, source, logits)
+        )
+        self.num_tokens += int(scheduled.sum())
+
+    def concatenate(self) -> Rows:
+        """All pieces as one."""
+        pieces = self._pieces
+        if not pieces:
+            e = EMPTY_I32
+            return Rows(e, e, e, e, EMPTY_BOOL, EMPTY_BOOL, EMPTY_U8, EMPTY_U8)
+        if len(pieces) == 1:
+            return pieces[0]
+        return Rows(*(np.concatenate([getattr(p, name) for p in pieces]) for name in Rows.__slots__))
+
+
+def spans(starts: Int32, lengths: Int32) -> tuple[Int32, Int32]:
+    """Offsets ``[n + 1]`` and flat indices of the runs ``starts[i] … starts[i] + lengths[i] - 1``."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    flat = np.arange(offsets[-1], dtype=np.int32) + np.repeat(starts - offsets[:-1], lengths).astype(np.int32)
+    return offsets, flat
+
+
+def gather_tokens(tokens: Int32, slots: Int32, starts: Int32, ends: Int32) -> Ragged:
+    """Row ``i`` is ``tokens[slots[i], starts[i]:ends[i]]``."""
+    lengths = (ends - starts).astype(np.int32)
+    offsets, columns = spans(starts, lengths)
+    return Ragged(offsets, tokens[np.repeat(slots, lengths), columns])
+
+
+def block_delta(slots: list[int], blocks: list[int]) -> BlockDelta:
+    """One row per run of equal slots."""
+    if not slots:
+        return BlockDelta(EMPTY_I32, Ragged.empty())
+    s = np.array(slots, np.int32)
+    first = np.flatnonzero(np.r_[True, s[1:] != s[:-1]])
+    offsets = np.r_[first, len(s)].astype(np.int32)
+    return BlockDelta(s[first], Ragged(offsets, np.array(blocks, np.int32)))

@@ -1,0 +1,28 @@
+"""Offers the cache provider ``contiguous``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trivet.context import Context
+from trivet.hookspecs import hookimpl
+from trivet.provider import Provider, Suitability
+
+
+def _suits(context: Context) -> Suitability:
+    return Suitability(10, "a baseline: reserves the maximum length for every request")
+
+
+@hookimpl
+def trivet_providers() -> Sequence[Provider]:
+    """The provider's descriptor."""
+    return [
+        Provider(
+            role="cache",
+            name="contiguous",
+            factory="trivet_contiguous.cache:ContiguousCache",
+            options="trivet_contiguous.options:ContiguousOptions",
+            suits=_suits,
+            summary="one contiguous run of memory per request, reserved ahead (baseline)",
+        )
+    ]

@@ -1,0 +1,86 @@
+"""The classic batch: the baseline for every comparison, and the smallest complete scheduler."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trivet.plan import StepPlan
+from trivet.roles import ScheduleInputs, Scheduler, SchedulerLimits, Wait
+
+if TYPE_CHECKING:
+    from trivet.context import Context, EngineContext
+    from trivet.state import Request
+    from trivet_static.options import StaticOptions
+
+
+class StaticScheduler(Scheduler):
+    """Fills a batch, with room for every request's whole length, and takes the next one when all of it has ended."""
+
+    def __init__(self, context: Context | None, options: StaticOptions) -> None:
+        self._limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens)
+        self._queue: deque[Request] = deque()
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """See :attr:`Scheduler.limits`."""
+        return self._limits
+
+    def bind(self, context: EngineContext) -> None:
+        """See :meth:`Scheduler.bind`."""
+        self._planner, self._table = context.planner, context.table
+
+    def add(self, request: Request) -> None:
+        """See :meth:`Scheduler.add`."""
+        self._queue.append(request)
+
+    def requeue(self, request: Request) -> None:
+        """See :meth:`Scheduler.requeue`; this scheduler preempts nothing itself, the core may after a fault."""
+        self._queue.appendleft(request)
+
+    def remove(self, request: Request) -> None:
+        """See :meth:`Scheduler.remove`."""
+        if request in self._queue:
+            self._queue.remove(request)
+
+    @property
+    def num_waiting(self) -> int:
+        """See :attr:`Scheduler.num_waiting`."""
+        return len(self._queue)
+
+    def schedule(self, inputs: ScheduleInputs) -> StepPlan:
+        """See :meth:`Scheduler.schedule`."""
+        planner = self._planner
+        inputs.token_budget = min(inputs.token_budget, self._limits.max_num_batched_tokens)
+        planner.begin(inputs)
+        if self._table.num_running == 0:
+            self._fill()
+        slots = planner.runnable()
+        wanted = planner.pending(slots)
+        counts = np.clip(planner.tokens_left - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
+        planner.extend(slots[counts > 0], counts[counts > 0])
+        return planner.finish()
+
+    def _fill(self) -> None:
+        held: list[Request] = []
+        while self._queue:
+            request = self._queue[0]
+            # Room for all it may become, so that nothing has to be taken back while the batch runs.
+            admission = self._planner.admit(request, self._planner.tokens_left, reserve=request.max_total)
+            if admission.ok:
+                self._queue.popleft()
+            elif admission.reason == "hold":
+                held.append(self._queue.popleft())
+            else:
+                break
+        self._queue.extendleft(reversed(held))
+
+    def explain(self, request: Request) -> Wait | None:
+        """See :meth:`Scheduler.explain`."""
+        if request.slot >= 0:
+            return None
+        ahead, running = self._queue.index(request), self._table.num_running
+        detail = f"a batch of {running} requests runs until its last one has ended; {ahead} are ahead of it"
+        return Wait("turn", detail, {"running": running, "ahead": ahead})
