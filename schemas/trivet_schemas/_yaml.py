@@ -57,8 +57,9 @@ def read_yaml(text: str) -> Document:
 
 
 def _syntax_problem(exc: yaml.MarkedYAMLError, text: str) -> Problem:
+    """What PyYAML found, with the line and a mark under the column."""
     mark = exc.problem_mark or exc.context_mark
-    what = exc.problem or exc.context or "syntax error"
+    what = ": ".join(text for text in (exc.context, exc.problem) if text)
     if "\\t" in what:
         what += "; indent with spaces"
     if mark is None:
@@ -91,6 +92,17 @@ def _find_duplicates(node: yaml.Node, path: str, document: Document, seen: set[i
             _find_duplicates(value, inner, document, seen)
 
 
+def _join_surrogates(value: Any, node: yaml.Node) -> Any:
+    r"""Text without surrogates: JSON writes one emoji as two escapes (``\ud83d\ude00``), which PyYAML does not join."""
+    if not isinstance(value, str) or not any("\ud800" <= letter <= "\udfff" for letter in value):
+        return value
+    try:
+        return value.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        reason = "text holds half of a surrogate pair"
+        raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from None
+
+
 class _Builder:
     """Makes Python values from nodes. An aliased node is built anew each time, so that no two places share a value."""
 
@@ -106,7 +118,7 @@ class _Builder:
             reason = "an alias contains itself" if id(node) in self._open else "aliases expand to too many values"
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
         if isinstance(node, yaml.ScalarNode):
-            return self._loader.construct_object(node, deep=True)
+            return _join_surrogates(self._loader.construct_object(node, deep=True), node)
         if node.tag not in {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}:  # `!!set {...}` and the like
             raise yaml.constructor.ConstructorError(None, None, f"unknown tag {node.tag!r}", node.start_mark)
         self._open.add(id(node))

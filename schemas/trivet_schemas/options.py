@@ -25,7 +25,7 @@ KnownFlat = Mapping[str, list[tuple[str, str]]]
 """Flat argument name → the ``(role, option)`` pairs that it sets."""
 
 _FLAT_KEY = "alias_of_flat"
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:(e\d{1,2})|([kmgtp]?)(i?)(b?))\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:(e\d{1,2})|([kmgtp]?)(i?)(b?))\s*", re.IGNORECASE | re.ASCII)
 _SIZE_JSON_PATTERN = r"^\s*(\d+(\.\d*)?|\.\d+)\s*([eE]\d{1,2}|[kKmMgGtTpP]?[iI]?[bB]?)\s*$"
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 

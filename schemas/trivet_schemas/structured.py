@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as _json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -73,8 +72,10 @@ def _check_text(value: object) -> str | None:
 
 def _check_json(value: object) -> str | None:
     if isinstance(value, str):
+        import json
+
         try:
-            value = _json.loads(value)
+            value = json.loads(value)
         except ValueError as exc:
             return f"is not valid JSON ({exc})"
     if isinstance(value, dict | bool):

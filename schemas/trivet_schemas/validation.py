@@ -78,7 +78,7 @@ def format_validation_error(
     inputs: dict[str, str] = {}
     problems: list[Problem | str] = []
     for error in exc.errors(include_url=False):
-        parts, owners = _walk(model, error["loc"])
+        parts, owners = _walk(model, error["loc"], names_a_key=error["type"] in {"extra_forbidden", "invalid_key"})
         path = join_path(path_prefix, *parts)
         cause = error.get("ctx", {}).get("error")
         if isinstance(cause, SchemaError):
@@ -95,9 +95,16 @@ def format_validation_error(
         rule = _rule(error)
         if rule not in rules[path]:
             rules[path].append(rule)
-    return [
+    found = [
         Problem(item, " or ".join(rules[item]) + inputs[item]) if isinstance(item, str) else item for item in problems
     ]
+    # A value that fails as one member of a union within is of that kind: that it is no other kind helps nobody.
+    around = {path[:dot] for path in (problem.path for problem in found) for dot in _dots(path)}
+    return [problem for problem in found if problem.path not in rules or problem.path not in around]
+
+
+def _dots(path: str) -> list[int]:
+    return [position for position, letter in enumerate(path) if letter == "."]
 
 
 def _rule(error: ErrorDetails) -> str:
@@ -170,8 +177,10 @@ def _step(annotation: Any, item: str | int) -> Any:
     return None
 
 
-def _walk(model: type[BaseModel] | None, location: tuple[int | str, ...]) -> tuple[list[str | int], list[Any]]:
-    """The path for a user and the models that own the last part of ``location``."""
+def _walk(
+    model: type[BaseModel] | None, location: tuple[int | str, ...], *, names_a_key: bool
+) -> tuple[list[str | int], list[Any]]:
+    """The path for a user and the models that own the last part of ``location``, which is a key or a union's tag."""
     if model is None:
         return [part for part in location if part != "[key]"], []
     here: list[Any] = [model]
@@ -180,11 +189,10 @@ def _walk(model: type[BaseModel] | None, location: tuple[int | str, ...]) -> tup
     for position, item in enumerate(location):
         models = [m for m in here if isinstance(m, type) and issubclass(m, BaseModel)]
         inner = [found for member in here if (found := _step(member, item)) is not None]
-        is_last = position == len(location) - 1
         if inner:
             parts.append(item)
             owners, here = models, [alternative for found in inner for alternative in _members(found)]
-        elif is_last and models and item not in {m.__name__ for m in models} and "[" not in str(item):
+        elif names_a_key and position == len(location) - 1:
             parts.append(item)
             owners = models
     return parts, owners
