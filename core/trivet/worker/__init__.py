@@ -1,0 +1,8 @@
+"""The worker's half of the state, without tensors: what every runner needs, whatever computes its forward pass."""
+
+from trivet.worker.batch import BatchChanges, PersistentBatch
+from trivet.worker.grammar import GrammarPool
+from trivet.worker.inputs import StepInputs, prepare_inputs
+from trivet.worker.transfers import TransferEndpoints
+
+__all__ = ["BatchChanges", "GrammarPool", "PersistentBatch", "StepInputs", "TransferEndpoints", "prepare_inputs"]

@@ -1,0 +1,125 @@
+"""Movements of KV blocks in and out of the pool, as the worker sees them: started by a plan, reported by a later result."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+
+from trivet.plan import Int32, StepPlan, Transfer
+from trivet.result import StepResult
+from trivet.roles.connector import TransferReport, TransferWorker
+
+_logger = logging.getLogger(__name__)
+
+
+class TransferEndpoints:
+    """The worker halves of connectors and cache tiers, by the name that a :class:`trivet.plan.Transfer` calls them.
+
+    Args:
+        workers: Endpoint name → worker half, already bound to the KV storage.
+        num_groups: KV groups of the layout.
+    """
+
+    def __init__(self, workers: Mapping[str, TransferWorker], num_groups: int) -> None:
+        self._workers = dict(workers)
+        self._groups = num_groups
+        self._open: dict[int, Transfer] = {}
+        self._loads: set[int] = set()
+        self._finished: list[int] = []
+        self._failed: list[int] = []
+        self._invalid: list[list[int]] = [[] for _ in range(num_groups)]
+
+    @property
+    def pending(self) -> bool:
+        """Whether a transfer has been started and not yet ended."""
+        return bool(self._open)
+
+    def start_stores(self, plan: StepPlan) -> None:
+        """Start the plan's stores, before anything overwrites the blocks they read. One that cannot be started has failed."""
+        for transfer in plan.stores:
+            self._submit(transfer, store=True)
+
+    def start_loads(self, plan: StepPlan) -> list[Int32]:
+        """Start the plan's loads, wait for those that block, and collect whatever else has ended.
+
+        Returns, per KV group, the blocks whose content must not be used. A load that cannot be started has failed.
+
+        Raises:
+            RuntimeError: If an endpoint leaves a blocking load unfinished.
+        """
+        for transfer in plan.loads:
+            self._submit(transfer, store=False)
+        invalid = self.poll()
+        late = [t for t in plan.loads if t.blocking and t.transfer_id in self._open]
+        if late:
+            first = late[0]
+            raise RuntimeError(
+                f"endpoint {first.endpoint!r} did not complete blocking load {first.transfer_id} within its step"
+            )
+        return invalid
+
+    def poll(self) -> list[Int32]:
+        """Collect what has ended; returns, per KV group, the blocks that became invalid since the last report."""
+        if self._open:
+            for worker in self._workers.values():
+                self._take(worker.poll())
+        return [np.array(blocks, np.int32) for blocks in self._invalid]
+
+    def report(self, result: StepResult) -> None:
+        """Put everything that ended since the last report into a result."""
+        result.transfers_finished = np.array(self._finished, np.int64)
+        result.transfers_failed = np.array(self._failed, np.int64)
+        if any(self._invalid):
+            result.invalid_blocks = [np.unique(np.array(blocks, np.int32)) for blocks in self._invalid]
+        self._finished, self._failed = [], []
+        self._invalid = [[] for _ in range(self._groups)]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`report` would report anything."""
+        return bool(self._finished or self._failed)
+
+    def shutdown(self) -> None:
+        """Stop every endpoint."""
+        for worker in self._workers.values():
+            worker.shutdown()
+
+    def _submit(self, transfer: Transfer, *, store: bool) -> None:
+        self._open[transfer.transfer_id] = transfer
+        if not store:
+            self._loads.add(transfer.transfer_id)
+        worker = self._workers.get(transfer.endpoint)
+        if worker is None:
+            known = ", ".join(sorted(self._workers)) or "none"
+            _logger.error("transfer to endpoint %r fails: this worker has %s", transfer.endpoint, known)
+            self._end(transfer.transfer_id, failed=True)
+            return
+        try:
+            worker.submit(transfer, store=store)
+        except Exception:  # an endpoint's fault costs a recomputation, not the step
+            _logger.exception("endpoint %r could not start transfer %d", transfer.endpoint, transfer.transfer_id)
+            self._end(transfer.transfer_id, failed=True)
+
+    def _take(self, report: TransferReport) -> None:
+        for group, blocks in enumerate(report.invalid_blocks):
+            self._invalid[group].extend(blocks)
+        named = any(report.invalid_blocks)
+        for transfer_id in report.finished:
+            self._end(transfer_id, failed=False)
+        for transfer_id in report.failed:
+            self._end(transfer_id, failed=True, invalidate=not named)
+
+    def _end(self, transfer_id: int, *, failed: bool, invalidate: bool = True) -> None:
+        transfer = self._open.pop(transfer_id, None)
+        if transfer is None:
+            _logger.error("transfer %d was reported, but is not under way", transfer_id)
+            return
+        is_load = transfer_id in self._loads
+        self._loads.discard(transfer_id)
+        (self._failed if failed else self._finished).append(transfer_id)
+        if failed and is_load and invalidate:
+            # Without a word about which blocks are damaged, all that the load was to fill are.
+            for group, blocks in enumerate(transfer.blocks):
+                self._invalid[group].extend(np.asarray(blocks).tolist())

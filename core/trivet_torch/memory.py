@@ -1,0 +1,101 @@
+"""How much memory there is for the KV cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from trivet.roles.model import ModelInfo
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes(
+    device: torch.device, info: ModelInfo, max_num_seqs: int, max_num_batched_tokens: int, *, gpu_share: float, cpu_share: float
+) -> int:
+    """Bytes that the KV cache may take once the weights are loaded.
+
+    On an accelerator: ``gpu_share`` of its memory, less what is in use and the workspace of the largest step. Elsewhere: ``cpu_share``
+    of the RAM that is free for this process, which leaves room for the workspace and for other programs.
+    """
+    if device.type == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        workspace = workspace_bytes(info, max_num_seqs, max_num_batched_tokens)
+        return max(0, int(total * gpu_share) - (total - free) - workspace)
+    return int(free_ram() * cpu_share)
+
+
+def workspace_bytes(info: ModelInfo, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """An upper estimate of what a step allocates beside weights and cache: float32 logits with three copies while sampling,
+    and sixteen activations of hidden size per token in the widest layer."""
+    logits = 4 * max_num_seqs * info.vocab_size * 4
+    activations = 16 * max_num_batched_tokens * info.hidden_size * (4 if info.dtype == "float32" else 2)
+    return logits + activations
+
+
+def free_ram(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> int:
+    """Bytes of RAM that this process can still take: what the system has free, or less where a control group limits it.
+
+    Args:
+        cgroups: Mount point of the control groups.
+        proc: Mount point of the process information.
+    """
+    limits = [_system_available(proc)]
+    groups = (proc / "self" / "cgroup").read_text().splitlines() if (proc / "self" / "cgroup").is_file() else []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            limits += _group_rooms(cgroups, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = cgroups / "memory"
+            limits += _group_rooms(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return max(0, min(limits))
+
+
+def _system_available(proc: Path) -> int:
+    meminfo = proc / "meminfo"
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _group_rooms(root: Path, path: str, limit_name: str, usage_name: str, cached_name: str) -> list[int]:
+    """What the group and every group above it leave; inside a container the path may not exist, its mount is then the root."""
+    rooms: list[int] = []
+    folder = root / path.lstrip("/")
+    if not folder.is_dir():
+        folder = root
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(root):
+            break
+        limit = _read_number(group / limit_name)
+        usage = _read_number(group / usage_name)
+        if limit is not None and usage is not None:
+            rooms.append(limit - usage + _reclaimable(group / "memory.stat", cached_name))
+    return rooms
+
+
+def _read_number(file: Path) -> int | None:
+    """The number in a file; None if there is no such file or it says ``max``."""
+    if not file.is_file():
+        return None
+    text = file.read_text().strip()
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(file: Path, name: str) -> int:
+    """Cached file pages, which count as used but are given up on demand."""
+    if file.is_file():
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return 0

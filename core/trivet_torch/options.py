@@ -1,0 +1,18 @@
+"""Options of the runner."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from trivet_schemas.options import Options, flat
+
+
+class RunnerOptions(Options):
+    """Options of ``torch_runner``."""
+
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, json_schema_extra=flat("gpu_memory_utilization"))
+    """Share of an accelerator's memory that weights, workspace and KV cache may take together."""
+    cpu_memory_share: float = Field(0.5, gt=0, le=1)
+    """Share of the RAM that is free after loading which the KV cache may take on a CPU, when the cache names no size."""
+    grammar_threads: int = Field(2, ge=1)
+    """Most structured outputs that are compiled at once."""

@@ -1,0 +1,178 @@
+"""The model: transformers' forward pass over flattened tokens, with paged attention in place of its own."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from trivet.errors import ModelLoadError
+from trivet.model_source import resolve_model
+from trivet.roles.kv import LayerKVSpec
+from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
+from trivet_torch.weights import load_causal_lm
+from trivet_transformers.interface import KEYWORD, NAME, Layer, PagedHandler, register
+from trivet_transformers.probe import LayerCall, probe, text_config, windows
+from trivet_transformers.rope import check_rope
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from trivet.context import WorkerContext
+    from trivet.roles import Attention, KVLayout
+
+
+class TransformersModel(Model):
+    """Any decoder-only model of transformers that goes through the attention interface.
+
+    All rows of a step are one sequence ``[1, T]`` to transformers; which token sees which is the attention provider's business.
+    Only the rows of ``logits_indices`` reach the LM head, and everything that the model does to logits behind its head (scaling, soft
+    caps) is done to them.
+    """
+
+    role: ClassVar[str] = "model"
+
+    def __init__(self, context: WorkerContext, options: object = None) -> None:
+        self._context = context
+        self._hidden: torch.Tensor | None = None
+        self._head_rows: torch.Tensor | None = None
+
+    # ------------------------------------------------------------------ start
+
+    def load(self) -> ModelInfo:
+        register()
+        config, device = self._context.config, self._context.device
+        name = config.model if config.revision is None else f"{config.model}@{config.revision}"
+        self._dtype = resolve_dtype(config.dtype, name, device)
+        self._model, loaded = load_causal_lm(
+            name,
+            dtype=self._dtype,
+            device=device,
+            attn_implementation=NAME,
+            trust_remote_code=config.trust_remote_code,
+        )
+        decoder = text_config(self._model.config)
+        longest = getattr(decoder, "max_position_embeddings", None) or config.max_model_len
+        if longest is None:
+            raise ModelLoadError(f"{name}: config.json does not say how many positions the model has; set max_model_len")
+        self._max_len = min(longest, config.max_model_len or longest)
+        check_rope(name, decoder, self._max_len)
+        self._calls = probe(name, self._model)
+        self._windows = windows(self._calls, decoder)
+        self._install_hooks()
+        return ModelInfo(
+            vocab_size=int(self._model.get_output_embeddings().weight.shape[0]),
+            max_model_len=longest,
+            eos_token_ids=tuple(loaded.eos_token_ids),
+            num_layers=len(self._calls),
+            hidden_size=decoder.hidden_size,
+            dtype=str(self._dtype).removeprefix("torch."),
+            architecture=type(self._model).__name__,
+            tasks=("generate", "embed"),
+        )
+
+    def kv_specs(self) -> list[LayerKVSpec]:
+        dtype = str(self._dtype).removeprefix("torch.")
+        specs: list[LayerKVSpec] = []
+        for index, (call, window) in enumerate(zip(self._calls, self._windows, strict=True)):
+            # A window as long as the context hides nothing.
+            sliding = window is not None and window < self._max_len
+            specs.append(
+                LayerKVSpec(
+                    layer=index,
+                    kind="sliding" if sliding else "full",
+                    num_kv_heads=call.num_kv_heads,
+                    head_dim=call.head_dim,
+                    dtype=dtype,
+                    window=window if sliding else None,
+                    v_head_dim=None if call.v_head_dim == call.head_dim else call.v_head_dim,
+                )
+            )
+        return specs
+
+    def bind(self, attention: Attention, layout: KVLayout) -> None:
+        self._attention = attention
+        groups = {layer: group.index for group in layout.groups for layer in group.layers}
+        self._groups = [groups[index] for index in range(len(self._calls))]
+        self._layers = {id(call.module): self._layer(index, call) for index, call in enumerate(self._calls)}
+
+    @property
+    def weight_bytes(self) -> int:
+        tensors = {t.data_ptr(): t.numel() * t.element_size() for t in (*self._model.parameters(), *self._model.buffers())}
+        return sum(tensors.values())
+
+    def shutdown(self) -> None:
+        for hook in getattr(self, "_hooks", ()):
+            hook.remove()
+
+    # ------------------------------------------------------------------ a step
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if batch.multimodal or (batch.adapters is not None and (batch.adapters >= 0).any()):
+            raise ValueError("the transformers model serves neither multimodal inputs nor adapters")
+        for meta in batch.attention:
+            self._attention.prepare(meta)
+        metas = [batch.attention[group] for group in self._groups]
+        given: dict[str, Any] = {
+            "input_ids": batch.input_ids[None],
+            "position_ids": batch.positions[None],
+            "use_cache": False,
+            KEYWORD: PagedHandler(self._attention, self._layers, metas),
+        }
+        rows: torch.Tensor = batch.logits_indices
+        try:
+            if len(rows) == 0:
+                self._model.base_model(**given)
+                logits = None
+            else:
+                if self._takes_rows:
+                    given["logits_to_keep"] = rows
+                else:
+                    self._head_rows = rows
+                logits = self._model(**given).logits[0]
+            hidden = self._hidden[0] if batch.wants_hidden and self._hidden is not None else None
+        finally:
+            self._hidden = self._head_rows = None
+        if logits is None:
+            logits = torch.empty(0, 0, dtype=self._dtype, device=batch.input_ids.device)
+        return ForwardOutput(logits, hidden)
+
+    # ------------------------------------------------------------------ parts
+
+    def _layer(self, index: int, call: LayerCall) -> Layer:
+        return Layer(index, self._windows[index])
+
+    def _install_hooks(self) -> None:
+        """Keep what the body returns, and let only the wanted rows into a head that cannot choose them itself."""
+        model: PreTrainedModel = self._model
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._hooks = [model.base_model.register_forward_hook(self._keep_hidden)]
+        if not self._takes_rows:
+            head = model.get_output_embeddings()
+            self._hooks.append(head.register_forward_pre_hook(self._choose_rows))
+
+    def _keep_hidden(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._hidden = output[0]
+
+    def _choose_rows(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, *rest = args
+        return (hidden if self._head_rows is None else hidden[:, self._head_rows], *rest)
+
+
+def resolve_dtype(name: str, location: str, device: str) -> torch.dtype:
+    """The torch type for a configured name. ``auto`` is the type that a folder's configuration names; for a GGUF file, whose
+    tensors are dequantised, bfloat16 on an accelerator and float32 on a CPU."""
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    found = resolve_model(location)
+    if found.kind == "gguf":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    config = json.loads((found.path / "config.json").read_text(encoding="utf-8"))
+    for part in (config, config.get("text_config", {})):
+        stored = part.get("dtype") or part.get("torch_dtype")
+        if stored in {"float32", "bfloat16", "float16"}:
+            return getattr(torch, stored)  # type: ignore[no-any-return]
+    return torch.float32

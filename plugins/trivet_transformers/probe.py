@@ -1,0 +1,135 @@
+"""What a loaded model does with attention, found by watching it compute two tokens; models that cannot be served are refused."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trivet.errors import ModelLoadError
+from trivet_transformers.interface import KEYWORD
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+#: keywords of an attention call that the provider honours, or that change nothing when tokens are flattened
+_KNOWN = frozenset({
+    "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout", "position_ids", "cache_position", "use_cache", "output_attentions",
+    "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "layer_idx",
+    "output_router_logits", "deterministic",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One attention call: its module, shapes and window (tokens, the current one included)."""
+
+    module: torch.nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None
+
+
+class _Recorder:
+    def __init__(self, refuse: _Refusal) -> None:
+        self.calls: list[LayerCall] = []
+        self._refuse = refuse
+
+    def attend(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        name = type(module).__name__
+        if not getattr(module, "is_causal", True) or given.get("is_causal") is False:
+            raise self._refuse(f"{name} attends in both directions, so it is no decoder")
+        extra = sorted(key for key, value in given.items() if value is not None and key not in _KNOWN)
+        if extra:
+            raise self._refuse(f"{name} passes {', '.join(extra)} to attention, which paged attention does not take")
+        if key.shape[2] != query.shape[2]:
+            raise self._refuse(f"{name} attends to {key.shape[2]} keys for {query.shape[2]} tokens")
+        window = given.get("sliding_window")
+        self.calls.append(LayerCall(module, query.shape[1], key.shape[1], key.shape[3], value.shape[3], window))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+class _Refusal:
+    def __init__(self, location: str, model: PreTrainedModel) -> None:
+        self._prefix = f"{location}: the transformers plugin cannot run {type(model).__name__}: "
+
+    def __call__(self, reason: str) -> ModelLoadError:
+        return ModelLoadError(self._prefix + reason)
+
+
+def text_config(config: PreTrainedConfig) -> Any:
+    """The configuration of the decoder; that of a model with several parts is one of its sub-configurations."""
+    return config.get_text_config(decoder=True)
+
+
+def probe(location: str, model: PreTrainedModel) -> list[LayerCall]:
+    """Every attention layer of ``model`` in the order of its calls.
+
+    Args:
+        location: What the user named, for messages.
+        model: Loaded with the attention implementation of :mod:`trivet_transformers.interface`.
+
+    Raises:
+        ModelLoadError: If the model is not decoder-only, keeps state other than keys and values, or needs more of attention
+            than the attention role offers.
+    """
+    refuse = _Refusal(location, model)
+    config = text_config(model.config)
+    _check_kind(model, config, refuse)
+    device = next(model.parameters()).device
+    recorder = _Recorder(refuse)
+    inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.long, device=device), "position_ids": torch.arange(2, device=device)[None]}
+    try:
+        with torch.inference_mode():
+            output = model(**inputs, use_cache=False, **{KEYWORD: recorder})
+    except KeyError as exc:
+        if exc.args != (KEYWORD,):
+            raise
+        raise refuse("it does not hand keywords down to its attention") from None
+    if output.logits.shape[-1] < 2:
+        raise refuse("it has no language modelling head")
+    _check_layers(recorder.calls, config, refuse)
+    return recorder.calls
+
+
+def windows(calls: list[LayerCall], config: Any) -> list[int | None]:
+    """The sliding window of every layer. The layer types decide, as they do for transformers' own mask; without them, what
+    each layer hands to its attention."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [call.window for call in calls]
+    common = getattr(config, "sliding_window", None)
+    return [(call.window or common) if kind == "sliding_attention" else None for call, kind in zip(calls, types, strict=False)]
+
+
+def _check_kind(model: PreTrainedModel, config: Any, refuse: _Refusal) -> None:
+    if model.config.is_encoder_decoder:
+        raise refuse("it has an encoder and a decoder; only decoder-only models are served")
+    if not model._supports_attention_backend:  # noqa: SLF001 - the library's flag for this has no public name
+        raise refuse("it does not use transformers' attention interface")
+    if getattr(config, "alibi", False):
+        raise refuse("it biases attention by distance (ALiBi), which the attention interface does not carry")
+    parameters = inspect.signature(model.base_model.forward).parameters
+    if "position_ids" not in parameters:
+        raise refuse("its forward takes no position_ids")
+    if model.base_model is model or model.get_output_embeddings() is None:
+        raise refuse("it has no separate body and head")
+
+
+def _check_layers(calls: list[LayerCall], config: Any, refuse: _Refusal) -> None:
+    types = list(getattr(config, "layer_types", None) or [])
+    other = sorted({kind for kind in types if kind not in {"full_attention", "sliding_attention"}})
+    if other:
+        raise refuse(f"its layers of type {', '.join(other)} need more than keys and values of a window")
+    expected = config.num_hidden_layers
+    if len(calls) != expected:
+        raise refuse(f"{len(calls)} of its {expected} layers call attention; recurrent or mixed layers are not served")
+    if len({id(call.module) for call in calls}) != len(calls):
+        raise refuse("layers share an attention module, so their keys cannot be told apart")
+    indices = [getattr(call.module, "layer_idx", index) for index, call in enumerate(calls)]
+    if indices != list(range(len(calls))):
+        raise refuse(f"its attention layers are numbered {indices}")
