@@ -1,0 +1,355 @@
+"""Paged attention for a mixed batch, vectorised with plain PyTorch operations.
+
+What does not depend on the layer (which queries go together, where their keys are, what is masked) is planned once per
+step by :func:`plan_attention`; :func:`paged_attention` then runs per layer. Rows with few queries (decodes, drafts
+under verification) are attended in batches of similar context length, rows with many one by one, in tiles of queries.
+
+Only keys that a row sees are ever read: a batch is padded by repeating the row's last key under a mask, so the weight
+of padding is exactly zero, times a finite number, and whatever else the cache holds cannot leak into a result.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trivet_kernels.reference.cache import read_tokens
+
+#: rows with at most this many queries are attended in batches
+_FEW_QUERIES = 16
+#: by how much the contexts of a batch may be padded: a share of the longest, or this many keys if that is more
+_PAD_SHARE, _PAD_KEYS = 0.2, 32
+#: queries of a tile; each tile reads only the keys that its queries see
+_TILE = 256
+#: scores that may be held at once where attention is not fused
+_MAX_SCORES = 1 << 24
+
+
+class _Row(NamedTuple):
+    """A row of the step: its queries are tokens from ``first`` on; they see keys from position ``low`` to ``seq_len``."""
+
+    number: int
+    first: int
+    num_queries: int
+    low: int
+    seq_len: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.seq_len - self.low
+
+
+@dataclass(slots=True)
+class _Batch:
+    """``n`` rows of ``q`` queries each, with contexts padded to ``s`` keys."""
+
+    num_queries: int
+    tokens: Tensor  #: [n * q] int64: which of the step's tokens they are
+    keys: Tensor  #: [n * s] int64: flat cache positions
+    visible: Tensor | None  #: [n, q, s] bool; None: everything is
+    _biases: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)
+
+    def bias(self, dtype: torch.dtype, group: int) -> Tensor | None:
+        """``[n, 1, group * q, s]``: 0 where a key is visible, -inf elsewhere; made once for all layers."""
+        if self.visible is None:
+            return None
+        found = self._biases.get((dtype, group))
+        if found is None:
+            found = _bias(self.visible, dtype)[:, None].repeat(1, 1, group if self.num_queries > 1 else 1, 1)
+            self._biases[dtype, group] = found
+        return found
+
+
+@dataclass(slots=True)
+class _LongRow:
+    """A row with many queries."""
+
+    row: _Row
+    keys: Tensor  #: [num_keys] int64: flat cache positions
+    window: int | None  #: None if no query has a key outside it
+
+    @property
+    def fresh(self) -> bool:
+        """Whether all of the row's context is computed in this very step."""
+        return self.row.num_queries == self.row.seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How the rows of a step are attended, for one window; made by :func:`plan_attention`."""
+
+    batches: list[_Batch]
+    long_rows: list[_LongRow]
+
+
+def plan_attention(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    *,
+    window: int | None = None,
+    tree_lens: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+) -> AttentionPlan:
+    """Plan the attention of a step. The plan serves every layer that uses these block tables and this window.
+
+    Arguments are as for :func:`~trivet_kernels.reference.oracle.paged_attention_oracle`. Lengths are read on the host,
+    which waits for the device if they are on one.
+    """
+    starts: list[int] = query_start.tolist()
+    trees = tree_lens.tolist() if tree_lens is not None else None
+    few: dict[int, list[_Row]] = defaultdict(list)
+    plan = AttentionPlan([], [])
+    for index, seq_len in enumerate(seq_lens.tolist()):
+        first, count = starts[index], starts[index + 1] - starts[index]
+        low = 0 if window is None else max(0, seq_len - count - window + 1)
+        row = _Row(index, first, count, low, seq_len)
+        if count > _FEW_QUERIES and not (trees and trees[index]):
+            plan.long_rows.append(_plan_long_row(row, block_table, block_size, window))
+        elif count:
+            few[count].append(row)
+    for rows in few.values():
+        for batch in _similar(rows):
+            plan.batches.append(_plan_batch(batch, block_table, block_size, window, tree_lens, tree_mask))
+    return plan
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+) -> Tensor:
+    """Attend all rows of a planned step, in one layer whose keys and values have been written to the cache.
+
+    Scores are softmaxed in float32 (float64 if ``query`` is).
+
+    Args:
+        query: ``[num_tokens, num_heads, head_dim]``; heads ``g * num_heads / num_kv_heads …`` share key head ``g``.
+        key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` in the query's dtype.
+        value_cache: ``[num_blocks, block_size, num_kv_heads, v_head_dim]`` in the query's dtype.
+        plan: From :func:`plan_attention`.
+        scale: Factor of the scores.
+        softcap: ``c`` of ``c * tanh(score / c)``, applied before masks; None: none.
+        sinks: ``[num_heads]`` logits that take part in the softmax's denominator only; None: none.
+        key: The step's own keys ``[num_tokens, num_kv_heads, head_dim]``: rows without earlier context use them in
+            place of reading the cache. They must equal what was written there.
+        value: The step's own values, given if ``key`` is.
+
+    Returns:
+        ``[num_tokens, num_heads, v_head_dim]`` in the query's dtype; zeros for tokens of no row.
+    """
+    out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[3])
+    extras = _Extras(scale, softcap, None if sinks is None else sinks.view(key_cache.shape[2], -1))
+    for batch in plan.batches:
+        out[batch.tokens] = _attend_batch(query[batch.tokens], key_cache, value_cache, batch, extras)
+    for long_row in plan.long_rows:
+        row = long_row.row
+        tokens = slice(row.first, row.first + row.num_queries)
+        if key is not None and value is not None and long_row.fresh:
+            keys, values = key[tokens], value[tokens]
+        else:
+            keys, values = read_tokens(key_cache, long_row.keys), read_tokens(value_cache, long_row.keys)
+        _attend_long_row(query[tokens], keys, values, long_row, extras, out[tokens])
+    return out
+
+
+class _Extras(NamedTuple):
+    """What a layer asks for besides plain attention."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None  #: [num_kv_heads, group]
+
+    @property
+    def fused(self) -> bool:
+        """Whether PyTorch's fused attention can do it."""
+        return self.softcap is None and self.sinks is None
+
+
+def _similar(rows: list[_Row]) -> list[list[_Row]]:
+    """Split rows into batches whose contexts are of similar length."""
+    rows = sorted(rows, key=lambda row: row.num_keys, reverse=True)
+    batches = [[rows[0]]]
+    for row in rows[1:]:
+        longest = batches[-1][0].num_keys
+        if longest - row.num_keys > max(_PAD_KEYS, _PAD_SHARE * longest):
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def _cache_positions(block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Flat cache positions (int64) of context ``positions`` ``[n, s]`` of ``rows`` ``[n]``."""
+    blocks = block_table[rows[:, None], positions // block_size].long()
+    return blocks * block_size + positions % block_size
+
+
+def _plan_long_row(row: _Row, block_table: Tensor, block_size: int, window: int | None) -> _LongRow:
+    device = block_table.device
+    positions = torch.arange(row.low, row.seq_len, device=device)[None]
+    keys = _cache_positions(block_table, torch.tensor([row.number], device=device), positions, block_size)
+    return _LongRow(row, keys[0], window if window is not None and window < row.seq_len else None)
+
+
+def _plan_batch(
+    rows: list[_Row],
+    block_table: Tensor,
+    block_size: int,
+    window: int | None,
+    tree_lens: Tensor | None,
+    tree_mask: Tensor | None,
+) -> _Batch:
+    device, count = block_table.device, rows[0].num_queries
+    index, first, low, seq_len = torch.tensor(
+        [(row.number, row.first, row.low, row.seq_len) for row in rows], device=device
+    ).unbind(1)
+    steps = torch.arange(count, device=device)
+    tokens = first[:, None] + steps
+    positions = low[:, None] + torch.arange(max(row.num_keys for row in rows), device=device)
+    # Padding repeats the row's last key, which some query of the row sees anyway.
+    keys = _cache_positions(block_table, index, positions.minimum(seq_len[:, None] - 1), block_size)
+    visible = None
+    if count > 1 or len({row.num_keys for row in rows}) > 1:
+        own = (seq_len - count)[:, None] + steps
+        if tree_lens is not None and tree_mask is not None:
+            visible = _visible_in_tree(own, positions, (seq_len - tree_lens[index])[:, None], tree_mask[index], window)
+        else:
+            visible = _visible(own, positions, window)
+    return _Batch(count, tokens.flatten(), keys.flatten(), visible)
+
+
+def _visible(own: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """``[..., q, s]`` bool: which keys at ``positions`` ``[..., s]`` queries at positions ``own`` ``[..., q]`` see."""
+    distance = own[..., :, None] - positions[..., None, :]
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def _visible_in_tree(own: Tensor, positions: Tensor, trunk: Tensor, mask: Tensor, window: int | None) -> Tensor:
+    """Like :func:`_visible` for ``n`` rows that end in trees of drafts.
+
+    Args:
+        own: ``[n, q]`` where in the context the queries are.
+        positions: ``[n, s]`` where in the context the keys are.
+        trunk: ``[n, 1]`` tokens before the tree.
+        mask: ``[n, max_tree, max_tree]`` bool: which nodes a node sees.
+        window: As for :func:`_visible`; counts from a node's position in the text, which its depth says.
+    """
+    size = mask.shape[1]
+    row = torch.arange(len(mask), device=mask.device)[:, None]
+    depth = mask.sum(2)
+    own_node, node = own - trunk, positions - trunk
+    own_index, index = own_node.clamp(0, size - 1), node.clamp(0, size - 1)
+    own_place = torch.where(own_node < 0, own, trunk + depth[row, own_index] - 1)
+    place = torch.where(node < 0, positions, trunk + depth[row, index] - 1)
+    seen = _visible(own, positions, None)
+    both = (own_node[:, :, None] >= 0) & (node[:, None, :] >= 0)
+    seen &= mask[row[:, :, None], own_index[:, :, None], index[:, None, :]] | ~both
+    if window is not None:
+        seen &= own_place[:, :, None] - place[:, None, :] < window
+    return seen
+
+
+def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+
+def _attend_batch(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: _Batch, extras: _Extras) -> Tensor:
+    """``[n * q, num_heads, v_head_dim]`` for the batch's own tokens ``[n * q, num_heads, head_dim]``."""
+    num_kv_heads = key_cache.shape[2]
+    num_rows, group = len(batch.tokens) // batch.num_queries, query.shape[1] // num_kv_heads
+    keys = read_tokens(key_cache, batch.keys).view(num_rows, -1, *key_cache.shape[2:]).transpose(1, 2)
+    values = read_tokens(value_cache, batch.keys).view(num_rows, -1, *value_cache.shape[2:]).transpose(1, 2)
+    # The heads of a group become queries of their shared key head, so keys are read once and never repeated.
+    grouped = query.view(num_rows, batch.num_queries, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4)
+    bias = batch.bias(query.dtype if extras.fused else _wide(query.dtype), group)
+    out = _attend(grouped.flatten(2, 3), keys, values, bias, extras)
+    out = out.reshape(num_rows, num_kv_heads, group, batch.num_queries, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(len(batch.tokens), query.shape[1], -1)
+
+
+def _attend_long_row(query: Tensor, keys: Tensor, values: Tensor, plan: _LongRow, extras: _Extras, out: Tensor) -> None:
+    """Fill ``out`` ``[count, num_heads, v_head_dim]`` for one row's queries; its keys start at position ``row.low``."""
+    row, (count, num_heads, _), num_kv_heads = plan.row, query.shape, keys.shape[1]
+    if extras.fused and plan.fresh and plan.window is None:
+        heads = [x.transpose(0, 1)[None] for x in (query, keys, values)]
+        out.copy_(_fused(heads[0], heads[1], heads[2], None, extras.scale, causal=True)[0].transpose(0, 1))
+        return
+    size = _TILE if extras.fused else max(1, min(_TILE, _MAX_SCORES // (num_heads * len(keys))))
+    group = num_heads // num_kv_heads
+    dtype = query.dtype if extras.fused else _wide(query.dtype)
+    for begin in range(0, count, size):
+        end = min(begin + size, count)
+        own = torch.arange(row.seq_len - count + begin, row.seq_len - count + end, device=query.device)
+        high = row.seq_len - count + end
+        low = row.low if plan.window is None else max(row.low, row.seq_len - count + begin - plan.window + 1)
+        part = slice(low - row.low, high - row.low)
+        bias = _bias(_visible(own, torch.arange(low, high, device=query.device), plan.window), dtype)
+        tile = query[begin:end].transpose(0, 1)
+        key_heads, value_heads = keys[part].transpose(0, 1)[None], values[part].transpose(0, 1)[None]
+        if extras.fused:
+            attended = _fused(tile[None], key_heads, value_heads, bias, extras.scale)[0]
+        else:
+            grouped = tile.reshape(1, num_kv_heads, group * len(own), -1)
+            attended = _attend(grouped, key_heads, value_heads, bias.repeat(group, 1), extras)
+            attended = attended.reshape(num_heads, len(own), -1)
+        out[begin:end] = attended.transpose(0, 1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, extras: _Extras) -> Tensor:
+    """``[b, num_kv_heads, group * q, v_head_dim]`` for queries of that shape, those of one head after the other."""
+    if extras.fused:
+        return _fused(query, keys, values, bias, extras.scale)
+    wide = _wide(query.dtype)
+    scores = query.to(wide) @ keys.to(wide).transpose(2, 3) * extras.scale
+    if extras.softcap is not None:
+        scores = extras.softcap * torch.tanh(scores / extras.softcap)
+    if bias is not None:
+        scores = scores + bias
+    if extras.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = extras.sinks.to(wide).repeat_interleave(query.shape[2] // extras.sinks.shape[1], 1)[None, :, :, None]
+        highest = scores.amax(-1, keepdim=True).maximum(sinks)
+        exponentials = (scores - highest).exp()
+        weights = exponentials / (exponentials.sum(-1, keepdim=True) + (sinks - highest).exp())
+    return (weights @ values.to(wide)).to(query.dtype)
+
+
+def _fused(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float, *, causal: bool = False
+) -> Tensor:
+    """PyTorch's attention ``[b, heads, q, v_head_dim]``; several query heads may share a key head."""
+    head_dim, v_head_dim = query.shape[3], values.shape[3]
+    if head_dim < v_head_dim:
+        query, keys = (functional.pad(x, (0, v_head_dim - head_dim)) for x in (query, keys))
+    elif v_head_dim < head_dim:
+        # With head sizes that differ PyTorch falls back to holding all scores at once.
+        values = functional.pad(values, (0, head_dim - v_head_dim))
+    out = functional.scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=bias,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+    return out[..., :v_head_dim]

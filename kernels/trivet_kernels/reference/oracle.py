@@ -1,0 +1,95 @@
+"""A slow and obvious paged attention, to judge the others by. Works in float64 when its inputs are."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def paged_attention_oracle(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    tree_lens: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+) -> Tensor:
+    """Attend one query and one head at a time, reading one key at a time.
+
+    Row ``i``'s queries are ``query[query_start[i]:query_start[i + 1]]`` and sit at the end of its context of
+    ``seq_lens[i]`` tokens, whose keys and values have been written to the cache. A query at position ``p`` sees
+    positions ``max(0, p - window + 1) … p``.
+
+    The last ``tree_lens[i]`` queries are nodes of a tree: node ``j`` sees everything before the tree and the nodes
+    ``k`` with ``tree_mask[i, j, k]`` (its ancestors and itself). A node's position, from which the window counts back,
+    is that of its depth.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_dim]``.
+        key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        value_cache: ``[num_blocks, block_size, num_kv_heads, v_head_dim]``.
+        query_start: ``[R + 1]`` integers.
+        seq_lens: ``[R]`` integers.
+        block_table: ``[R, max_blocks]`` integers; entries that no query needs are not read.
+        scale: Factor of the scores.
+        window: Tokens that a query sees, itself included; None: all.
+        softcap: ``c`` of ``c * tanh(score / c)``, applied before masks.
+        sinks: ``[num_heads]`` logits that take part in the softmax's denominator only.
+        tree_lens: ``[R]`` integers.
+        tree_mask: ``[R, max_tree, max_tree]`` bool.
+
+    Returns:
+        ``[num_tokens, num_heads, v_head_dim]`` in float64 if ``query`` is float64, in float32 otherwise.
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    num_tokens, num_heads, _ = query.shape
+    block_size, num_kv_heads, v_head_dim = value_cache.shape[1:]
+    out = torch.zeros(num_tokens, num_heads, v_head_dim, dtype=dtype)
+    for row in range(len(seq_lens)):
+        first, last = int(query_start[row]), int(query_start[row + 1])
+        seq_len = int(seq_lens[row])
+        tree_len = int(tree_lens[row]) if tree_lens is not None else 0
+        trunk = seq_len - tree_len  # positions from here on are nodes of the tree
+
+        def depth(node: int, row: int = row) -> int:
+            assert tree_mask is not None
+            return int(tree_mask[row, node].sum())
+
+        def position(index: int, trunk: int = trunk) -> int:
+            return index if index < trunk else trunk + depth(index - trunk) - 1
+
+        for token in range(first, last):
+            index = seq_len - (last - token)  # where this query's own key is
+            visible = []
+            for other in range(index + 1):
+                if index >= trunk and other >= trunk:
+                    assert tree_mask is not None
+                    seen = bool(tree_mask[row, index - trunk, other - trunk])
+                else:
+                    seen = True
+                if window is not None and position(other) <= position(index) - window:
+                    seen = False
+                if seen:
+                    visible.append(other)
+            places = [(int(block_table[row, p // block_size]), p % block_size) for p in visible]
+            for head in range(num_heads):
+                kv_head = head // (num_heads // num_kv_heads)
+                scores = []
+                for block, offset in places:
+                    score = scale * float(query[token, head].to(dtype) @ key_cache[block, offset, kv_head].to(dtype))
+                    scores.append(score if softcap is None else softcap * math.tanh(score / softcap))
+                if sinks is not None:
+                    scores.append(float(sinks[head]))
+                weights = torch.softmax(torch.tensor(scores, dtype=dtype), dim=0)
+                for weight, (block, offset) in zip(weights, places, strict=False):
+                    out[token, head] += weight * value_cache[block, offset, kv_head].to(dtype)
+    return out
