@@ -55,8 +55,8 @@ class Admissions:
         if not self._p.cache.fits(max_total):
             stats = self._p.cache.stats()
             raise RequestError(
-                f"a request of {len(ids)} prompt tokens that may grow to {max_total} can never fit into the KV cache of "
-                f"{stats.total} blocks; shorten it, lower max_tokens, or raise plugins.cache.memory",
+                f"a request of {len(ids)} prompt tokens that may grow to {max_total} can never fit into the KV cache "
+                f"of {stats.total} blocks; shorten it, lower max_tokens, or raise plugins.cache.memory",
                 param="prompt",
             )
         seed = getattr(params, "seed", None)
@@ -148,8 +148,8 @@ class Admissions:
             lacking = [name for name in lacking if name != "structured_outputs"]
         if lacking:
             raise RequestError(
-                f"{', '.join(lacking)}: not supported by the selected plugins (sampler and grammar); leave it out or select "
-                "plugins that offer it",
+                f"{', '.join(lacking)}: not supported by the selected plugins (sampler and grammar); leave it out or "
+                "select plugins that offer it",
                 param=lacking[0],
             )
         if params.stop and self._p.tokenizer is None:

@@ -103,7 +103,7 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
         scheduler,
         layout,
         stop_ids=lambda request: stop_ids(request, eos),
-        draft_k=lambda request: info.draft_tokens,
+        draft_k=info.draft_tokens,
         connector=connector,
     )
     planner = Planner(
@@ -150,7 +150,8 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
 
 
 def negotiate(cache: Cache, info: WorkerInfo, limits: SchedulerLimits, wanted: int | None) -> tuple[KVLayout, int]:
-    """Sizes of the cache, and the context length: the model's, or as asked for, or what fits if nothing was asked for."""
+    """Sizes of the cache, and the context length: the model's, or as asked for, or what fits if nothing was asked
+    for."""
     length = info.model.max_model_len if wanted is None else wanted
 
     def configure(max_model_len: int) -> KVLayout:

@@ -1,8 +1,7 @@
 """The third leg: take a step's result over into the request state.
 
-Works on columns for all rows of the plan at once; loops run only over what is rare: ends, logprobs, drafts, errors, transfers.
-A row whose epoch is no longer its slot's (preempted, aborted, ended in the meantime) is dropped.
-"""
+Works on columns for all rows of the plan at once; loops run only over what is rare: ends, logprobs, drafts, errors,
+transfers. A row whose epoch is no longer its slot's (preempted, aborted, ended in the meantime) is dropped."""
 
 from __future__ import annotations
 

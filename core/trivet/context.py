@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A reason not to schedule a request. ``kind`` is a short word (grammar, transfer, parent, …), ``since`` monotonic seconds."""
+    """A reason not to schedule a request. ``kind`` is a short word (grammar, transfer, parent, …), ``since``
+    monotonic seconds."""
 
     kind: str
     plugin: str
@@ -34,7 +35,8 @@ class Context(ABC):
 
     @abstractmethod
     def get(self, role: str) -> Any:
-        """The provider object of a role of cardinality one (or optional: None when there is none), built on first use."""
+        """The provider object of a role of cardinality one (or optional: None when there is none), built on first
+        use."""
 
     @abstractmethod
     def all(self, role: str) -> Sequence[Any]:
@@ -42,7 +44,8 @@ class Context(ABC):
 
     @abstractmethod
     def build(self, role: str, name: str, **options: Any) -> Any:
-        """A further instance of a provider with its own options (a drafter's second model); the caller shuts it down."""
+        """A further instance of a provider with its own options (a drafter's second model); the caller shuts it
+        down."""
 
     @abstractmethod
     def component(self, kind: str, name: str, **keywords: Any) -> Any:
@@ -54,7 +57,8 @@ class Context(ABC):
 
 
 class EngineContext(Context):
-    """The engine's side. Valid after the freeze; everything here belongs to the engine's thread except :meth:`release`."""
+    """The engine's side. Valid after the freeze; everything here belongs to the engine's thread except
+    :meth:`release`."""
 
     side = Side.ENGINE
     table: RequestTable

@@ -40,7 +40,8 @@ class Engine:
     # ------------------------------------------------------------------ the loop
 
     def step(self) -> CommitEvents:
-        """One turn: send plans while steps may be in flight, then commit the oldest. Never raises for a plugin's fault."""
+        """One turn: send plans while steps may be in flight, then commit the oldest. Never raises for a plugin's
+        fault."""
         life, depth = self.parts.lifecycle, self.parts.executor.max_in_flight
         self._admissions.tell()
         while len(self._flying) < depth and self._faults.healthy:
@@ -95,7 +96,8 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: Any, **details: Any) -> Request:
-        """Validate and queue a request. ``details``: priority, arrival_time, prompt, adapter, cache_tags, parent, extra.
+        """Validate and queue a request. ``details``: priority, arrival_time, prompt, adapter, cache_tags, parent,
+        extra.
 
         Raises :class:`trivet.errors.RequestError` naming field, value and rule; nothing is allocated then.
         """

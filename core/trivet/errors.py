@@ -32,7 +32,8 @@ class PluginError(TrivetError):
 
 
 class CacheMemoryError(TrivetError):
-    """The KV cache memory cannot hold what the configuration promises; ``fits_tokens`` is the longest request that fits."""
+    """The KV cache memory cannot hold what the configuration promises; ``fits_tokens`` is the longest request that
+    fits."""
 
     def __init__(self, message: str, *, fits_tokens: int | None = None) -> None:
         super().__init__(message)

@@ -1,9 +1,8 @@
 """What happens when a plugin raises, by the phase it raised in.
 
-In the run phase the requests of that plan end with the error and the engine goes on: whatever the step wrote is in blocks that only
-those requests had. In schedule or commit the state itself is suspect: every request ends with the error and the engine takes
-no more work.
-"""
+In the run phase the requests of that plan end with the error and the engine goes on: whatever the step wrote is in
+blocks that only those requests had. In schedule or commit the state itself is suspect: every request ends with the
+error and the engine takes no more work."""
 
 from __future__ import annotations
 
@@ -116,7 +115,7 @@ class Faults:
             self._p.committer.abandon(plan, describe(error))
         try:
             self._p.executor.check_health()
-        except Exception as lost:
+        except Exception as lost:  # noqa: BLE001 - whatever an executor raises here, its workers are gone
             self.fail(describe(lost))
 
     def stop(self, flying: deque[tuple[StepPlan, PendingStep, float]]) -> None:

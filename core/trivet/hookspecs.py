@@ -1,13 +1,12 @@
 """Every hook that Trivet calls, in the order of an engine's life.
 
-Each docstring has the same parts: what the hook is for, when it **fires**, the **default**, the **order** of several
-implementations, what may be **mutated**, the **thread**, and the **hot-path class**: *start-up* (once), *step* (at most one call per
-step, whatever the batch), *event* (only when something happened, with everything that happened at once).
-No hook is ever called per token, per request or per layer.
+Each docstring has the same parts: what the hook is for, when it **fires**, the **default**, the **order** of
+several implementations, what may be **mutated**, the **thread**, and the **hot-path class**: *start-up* (once),
+*step* (at most one call per step, whatever the batch), *event* (only when something happened, with everything that
+happened at once). No hook is ever called per token, per request or per layer.
 
-Three kinds: **provider** hooks return descriptors, **phase** hooks can be wrapped (never plainly implemented) by plugins,
-**observer** hooks are told and return nothing.
-"""
+Three kinds: **provider** hooks return descriptors, **phase** hooks can be wrapped (never plainly implemented) by
+plugins, **observer** hooks are told and return nothing."""
 
 from __future__ import annotations
 
@@ -44,19 +43,17 @@ def trivet_add_hookspecs() -> Sequence[Any]:  # type: ignore[empty-body]
 
     :returns: modules or objects whose functions carry ``trivet.hookspec``; registered before any other hook is read.
 
-    Fires: first of all, once per engine and process. Default: none. Order: undefined; two plugins that offer the same name
-    are an error. Mutability: none. Thread: the one that builds the engine. Hot path: start-up.
-    """
+    Fires: first of all, once per engine and process. Default: none. Order: undefined; two plugins that offer the
+    same name are an error. Mutability: none. Thread: the one that builds the engine. Hot path: start-up."""
 
 
 @hookspec
 def trivet_providers() -> Sequence[Provider]:  # type: ignore[empty-body]
     """Offer providers for roles, as descriptors: nothing is imported or built for one that is not selected.
 
-    Fires: after ``trivet_add_hookspecs``, once per engine and process. Default: none. Order: irrelevant: a role's provider
-    is chosen by the configuration or by ``suits``, never by order. Mutability: none. Thread: the one that builds the
-    engine. Hot path: start-up.
-    """
+    Fires: after ``trivet_add_hookspecs``, once per engine and process. Default: none. Order: irrelevant: a role's
+    provider is chosen by the configuration or by ``suits``, never by order. Mutability: none. Thread: the one that
+    builds the engine. Hot path: start-up."""
 
 
 @hookspec
@@ -73,7 +70,8 @@ def trivet_components() -> Sequence[Component]:  # type: ignore[empty-body]
 def trivet_extend(context: Context) -> Sequence[Any]:  # type: ignore[empty-body]
     """Build this engine's (or worker's) own wrappers and observers.
 
-    :param context: what the plugin may use: configuration, roles in reach, its own options. ``context.side`` tells engine
+    :param context: what the plugin may use: configuration, roles in reach, its own options. ``context.side`` tells
+    engine
         from worker; a plugin is asked on both.
     :returns: objects with ``trivet.hookimpl`` methods; they are validated like plugins, then registered.
 
@@ -89,13 +87,14 @@ def trivet_extend(context: Context) -> Sequence[Any]:  # type: ignore[empty-body
 def trivet_schedule(inputs: ScheduleInputs) -> StepPlan:  # type: ignore[empty-body]
     """Make the plan of a step. Implemented by the core with the selected scheduler; plugins may only wrap it.
 
-    Before ``yield`` a wrapper may change ``inputs.token_budget``, ``inputs.max_num_seqs`` and ``inputs.holds``; after it, it reads the plan
-    and must return that very plan, which is read-only because blocks have been allocated for it.
+    Before ``yield`` a wrapper may change ``inputs.token_budget``, ``inputs.max_num_seqs`` and ``inputs.holds``;
+    after it, it reads the plan and must return that very plan, which is read-only because blocks have been
+    allocated for it.
 
     Fires: once per step. Default: the scheduler's ``schedule``, called without pluggy when nothing wraps. Order:
-    pluggy's: ``tryfirst`` outermost, then the later registered. Mutability: ``inputs`` before ``yield``. Thread: engine.
-    Hot path: step. An exception leaves the state suspect: every request ends with it and the engine turns unhealthy.
-    """
+    pluggy's: ``tryfirst`` outermost, then the later registered. Mutability: ``inputs`` before ``yield``. Thread:
+    engine. Hot path: step. An exception leaves the state suspect: every request ends with it and the engine turns
+    unhealthy."""
 
 
 @hookspec(firstresult=True)
@@ -126,29 +125,30 @@ def trivet_forward(batch: ForwardBatch) -> ForwardOutput:  # type: ignore[empty-
     """Run the model over a batch. Implemented by the core with the selected model; plugins may only wrap it.
 
     Fires: once per step that has rows, on every worker. Default: the model's ``forward``. Order: pluggy's.
-    Mutability: the output's tensors after ``yield``. Thread: the worker's. Hot path: step. An exception ends the requests of
-    this plan; :class:`trivet.errors.RequestFault` ends the named ones only.
-    """
+    Mutability: the output's tensors after ``yield``. Thread: the worker's. Hot path: step. An exception ends the
+    requests of this plan; :class:`trivet.errors.RequestFault` ends the named ones only."""
 
 
 @hookspec(firstresult=True)
 def trivet_sample(logits: Any, rows: SampleRows) -> Sampled:  # type: ignore[empty-body]
-    """Draw tokens from ``logits`` ``[L, vocab_size]``. Implemented by the core with the selected sampler; plugins may only wrap it.
+    """Draw tokens from ``logits`` ``[L, vocab_size]``. Implemented by the core with the selected sampler; plugins
+    may only wrap it.
 
-    Before ``yield`` a wrapper may change ``logits`` in place, draft rows included; after it, it reads what was drawn and must return it.
+    Before ``yield`` a wrapper may change ``logits`` in place, draft rows included; after it, it reads what was
+    drawn and must return it.
 
-    Fires: once per step with rows that reach the LM head, on the sampling worker. Default: the sampler's ``sample``.
-    Order: pluggy's. Mutability: ``logits`` before ``yield``. Thread: the worker's. Hot path: step. Faults: as ``trivet_forward``.
-    """
+    Fires: once per step with rows that reach the LM head, on the sampling worker. Default: the sampler's
+    ``sample``. Order: pluggy's. Mutability: ``logits`` before ``yield``. Thread: the worker's. Hot path: step.
+    Faults: as ``trivet_forward``."""
 
 
 @hookspec(firstresult=True)
 def trivet_draft(inputs: DraftInputs) -> Drafts:  # type: ignore[empty-body]
     """Propose tokens for the next step. Implemented by the core with the selected drafter; plugins may only wrap it.
 
-    Fires: once per step when a drafter is selected and a row wants proposals. Default: the drafter's ``propose``. Order:
-    pluggy's. Mutability: the proposals after ``yield``. Thread: the worker's. Hot path: step. Faults: as ``trivet_forward``.
-    """
+    Fires: once per step when a drafter is selected and a row wants proposals. Default: the drafter's ``propose``.
+    Order: pluggy's. Mutability: the proposals after ``yield``. Thread: the worker's. Hot path: step. Faults: as
+    ``trivet_forward``."""
 
 
 # ---------------------------------------------------------------- observer hooks: engine side
@@ -158,9 +158,9 @@ def trivet_draft(inputs: DraftInputs) -> Drafts:  # type: ignore[empty-body]
 def trivet_engine_started(context: EngineContext) -> None:
     """The engine is ready for its first request.
 
-    Fires: once. Default: nothing. Order: registration; every observer is told, whatever the others do. Mutability: none.
-    Thread: the one that builds the engine. Hot path: start-up. An observer that raises is logged once, counted and detached.
-    """
+    Fires: once. Default: nothing. Order: registration; every observer is told, whatever the others do. Mutability:
+    none. Thread: the one that builds the engine. Hot path: start-up. An observer that raises is logged once,
+    counted and detached."""
 
 
 @hookspec
@@ -201,16 +201,16 @@ def trivet_step_finished(event: StepFinished) -> None:
 def trivet_blocks_stored(event: BlocksStored) -> None:
     """Full blocks became findable in the prefix cache (or a tier), those of a step at once.
 
-    Fires: at most once per step. Default: nothing. Order: registration. Mutability: none. Thread: engine. Hot path: event.
-    """
+    Fires: at most once per step. Default: nothing. Order: registration. Mutability: none. Thread: engine. Hot path:
+    event."""
 
 
 @hookspec
 def trivet_blocks_evicted(event: BlocksEvicted) -> None:
     """Blocks can no longer be found: evicted, or everything was cleared, those of a step at once.
 
-    Fires: at most once per step. Default: nothing. Order: registration. Mutability: none. Thread: engine. Hot path: event.
-    """
+    Fires: at most once per step. Default: nothing. Order: registration. Mutability: none. Thread: engine. Hot path:
+    event."""
 
 
 PROVIDER_HOOKS = ("trivet_add_hookspecs", "trivet_providers", "trivet_components", "trivet_extend")

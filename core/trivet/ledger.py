@@ -1,8 +1,7 @@
 """Who needs which block: block tables and lease counts, shared by cache providers that keep one pool.
 
-A block is *used* while a table holds it, else *retired* while a retired table's lease does, else *leased* while a transfer does, else
-free. Which free block comes next is the provider's business.
-"""
+A block is *used* while a table holds it, else *retired* while a retired table's lease does, else *leased* while a
+transfer does, else free. Which free block comes next is the provider's business."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """A request from acceptance to end: slots given and taken, blocks kept until nobody reads them, transfers, ends.
 
-Blocks of a request that ends or is preempted are *retired*: kept untouched until every step in flight that names them has been
-committed. Blocks that a transfer reads or writes are *leased* until the workers report its end. So an abort at any moment, in any state,
-is safe.
-"""
+Blocks of a request that ends or is preempted are *retired*: kept untouched until every step in flight that names
+them has been committed. Blocks that a transfer reads or writes are *leased* until the workers report its end. So an
+abort at any moment, in any state, is safe."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Lifecycle:
         layout: KVLayout,
         *,
         stop_ids: Callable[[Request], tuple[int, ...]],
-        draft_k: Callable[[Request], int],
+        draft_k: int = 0,
         connector: Connector | None = None,
     ) -> None:
         self.table, self.cache, self.scheduler, self._connector = table, cache, scheduler, connector
@@ -67,7 +66,7 @@ class Lifecycle:
 
     def assign(self, request: Request) -> int:
         """Give a request a slot."""
-        slot = self.table.assign(request, self._stop_ids(request), self._draft_k(request))
+        slot = self.table.assign(request, self._stop_ids(request), self._draft_k)
         if request.adapter is not None:
             if request.adapter not in self.adapters:
                 self.adapters.append(request.adapter)
@@ -319,7 +318,8 @@ class Lifecycle:
         self.table.check_integrity()
         for slot in self.table.order.tolist():
             request = self.table.requests[slot]
-            assert request is not None and self.requests.get(request.request_id) is request
+            assert request is not None
+            assert self.requests.get(request.request_id) is request, f"{request.request_id} runs but is not listed"
         stats = self.cache.stats()
         assert stats.free + stats.used + stats.retired + stats.leased == stats.total, stats
         self.cache.check_integrity()

@@ -91,8 +91,8 @@ class NewRequest:
     """A request as the workers get it, whole, once per admission (again after a preemption, with a new epoch).
 
     ``token_ids`` ``[num_tokens]`` int32 are all tokens known at admission: the prompt, then the outputs committed
-    before a preemption. ``blocks`` holds, per KV group, the ids of the blocks it has at admission (prefix hits included).
-    """
+    before a preemption. ``blocks`` holds, per KV group, the ids of the blocks it has at admission (prefix hits
+    included)."""
 
     request_id: str
     slot: int

@@ -1,8 +1,7 @@
 """The mechanics of making a plan: what schedulers of every policy share.
 
-A scheduler decides; the planner does: it keeps slots, blocks, epochs, drafts and deltas consistent, and refuses what would break
-them. ``begin`` → any of ``extend``, ``admit``, ``preempt`` → ``finish``.
-"""
+A scheduler decides; the planner does: it keeps slots, blocks, epochs, drafts and deltas consistent, and refuses
+what would break them. ``begin`` → any of ``extend``, ``admit``, ``preempt`` → ``finish``."""
 
 from __future__ import annotations
 
@@ -31,12 +30,13 @@ from trivet.state import Request, RequestTable
 
 if TYPE_CHECKING:
     from trivet.lifecycle import Lifecycle
-    from trivet.roles import Cache, Connector, ScheduleInputs
+    from trivet.roles import Allocation, Cache, Connector, ScheduleInputs
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What came of an attempt to admit. ``num_tokens`` are scheduled in this plan; 0 with ``ok``: admitted, but held, or none were asked for."""
+    """What came of an attempt to admit. ``num_tokens`` are scheduled in this plan; 0 with ``ok``: admitted, but
+    held, or none were asked for."""
 
     ok: bool
     num_tokens: int = 0
@@ -115,7 +115,7 @@ class Planner:
         flying, drawn = t.in_flight[order], t.num_placeholders[order]
         ok = ~(t.held[order] | self._planned[order] | self._held_now[order])
         if self._feedback:
-            # A verification in flight leaves the number of computed tokens open, so nothing can be planned on top of it.
+            # A verification in flight leaves the number of computed tokens open: nothing can be planned on top of it.
             ok &= (flying == 0) | ((flying < self._depth) & (self._verifying(order) == 0))
             ok &= (drawn == 0) | (t.num_known[order] + drawn < t.max_total[order])
         else:
@@ -167,10 +167,7 @@ class Planner:
         for g in range(self._groups):
             self._block_slots[g] += got.slots[g]
             self._blocks[g] += got.blocks[g]
-            if got.copies:
-                self._copies[g] += got.copies[g]
-            if got.zeroing:
-                self._zeroing[g] += got.zeroing[g]
+        self._note(got)
         if got.rows:
             self._take(slots[: got.rows], counts[: got.rows])
         return got.rows
@@ -178,9 +175,9 @@ class Planner:
     def admit(self, request: Request, max_tokens: int, *, reserve: int = 0) -> Admission:
         """Give a queued request a slot and up to ``max_tokens`` of its tokens in this plan.
 
-        Blocks for all of its known tokens are taken at once, and for ``reserve`` more, so that a prompt once begun is
-        not thrown back half-way. With ``max_tokens`` 0 it gets slot and blocks, and tokens by a later ``extend``. On success the scheduler must drop the request from its queue.
-        """
+        Blocks for all of its known tokens are taken at once, and for ``reserve`` more, so that a prompt once begun
+        is not thrown back half-way. With ``max_tokens`` 0 it gets slot and blocks, and tokens by a later
+        ``extend``. On success the scheduler must drop the request from its queue."""
         assert self._inputs is not None
         t = self.table
         if self.is_held(request):
@@ -253,43 +250,36 @@ class Planner:
         return np.maximum(over, 0) + t.num_drafts[slots] * (t.in_flight[slots] > 0)
 
     def _allocate(self, request: Request, slot: int, reserve: int) -> bool:
+        """Blocks for all known tokens and ``reserve`` more; False when memory is short (the slot has a table all
+        the same)."""
         t = self.table
         known = int(t.num_known[slot])
         fork = self._fork_source(request)
         loads: list[Transfer] = []
+        external = None
         if fork >= 0:
             shared = int(t.num_prompt[slot]) - 1
             got = self.cache.fork(fork, slot, shared)
             if got is None:
                 self.cache.admit(slot, request)  # an empty table, so that there is one to give back
                 return False
-            for g in range(self._groups):
-                if got.copies:
-                    self._copies[g] += got.copies[g]
+            self._note(got)
             self._parents[slot] = fork
-            t.num_computed[slot] = t.num_committed[slot] = shared
-            hit_tokens = shared
         else:
             hit = self.cache.admit(slot, request)
-            hit_tokens, loads = hit.num_tokens, hit.loads
-            t.num_computed[slot] = t.num_committed[slot] = hit_tokens
-        external = None
-        if self._connector is not None and fork < 0:
-            external = self._connector.match(request, hit_tokens)
-        total = min(known + max(reserve, self._lookahead), int(t.max_total[slot]))
-        slots = np.array([slot], np.int32)
-        got = self.cache.extend(slots, np.array([max(total, known)], np.int32))
+            shared, loads = hit.num_tokens, hit.loads
+            if self._connector is not None:
+                external = self._connector.match(request, shared)
+        t.num_computed[slot] = t.num_committed[slot] = shared
+        total = max(min(known + max(reserve, self._lookahead), int(t.max_total[slot])), known)
+        got = self.cache.extend(np.array([slot], np.int32), np.array([total], np.int32))
         if got.rows < 1:
             return False
-        for g in range(self._groups):
-            if got.copies:
-                self._copies[g] += got.copies[g]
-            if got.zeroing:
-                self._zeroing[g] += got.zeroing[g]
-        if external is not None and self._connector is not None:
-            count = min(external.num_tokens, known - 1 - hit_tokens)
+        self._note(got)
+        if external is not None:
+            count = min(external.num_tokens, known - 1 - shared)
             if count > 0:
-                loads.append(self._life.external_load(slot, request, hit_tokens, count, external))
+                loads.append(self._life.external_load(slot, request, shared, count, external))
                 t.num_computed[slot] += count
         for load in loads:
             self._life.start_load(request, load)
@@ -299,6 +289,14 @@ class Planner:
             hold = Hold("grammar", "core", "its grammar is being compiled", time.monotonic())
             request.holds[hold.plugin, hold.kind] = hold
         return True
+
+    def _note(self, got: Allocation) -> None:
+        """Copies and zeroing travel with the plan; appended blocks do only for slots that the workers know already."""
+        for g in range(self._groups):
+            if got.copies:
+                self._copies[g] += got.copies[g]
+            if got.zeroing:
+                self._zeroing[g] += got.zeroing[g]
 
     def _fork_source(self, request: Request) -> int:
         if request.parent is None or request.output_ids or not self.cache.can_fork:

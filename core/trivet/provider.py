@@ -25,10 +25,10 @@ class Suitability:
 class Provider:
     """Offers one implementation of a role.
 
-    ``factory`` is ``"package.module:Class"`` (imported only when selected) and is called as ``factory(context, options)``; ``options``
-    is ``"package.module:Model"`` or a pydantic model class derived from ``trivet_schemas.options.Options``. ``api`` is the interface
-    version it was written for, ``(major, minor)``. ``requires`` maps an importable module to the extra that brings it.
-    """
+    ``factory`` is ``"package.module:Class"`` (imported only when selected) and is called as ``factory(context,
+    options)``; ``options`` is ``"package.module:Model"`` or a pydantic model class derived from
+    ``trivet_schemas.options.Options``. ``api`` is the interface version it was written for, ``(major, minor)``.
+    ``requires`` maps an importable module to the extra that brings it."""
 
     role: str
     name: str
@@ -48,7 +48,8 @@ class Provider:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A small named part, such as a scheduling policy; ``factory`` is ``"package.module:name"``, called with the chooser's keywords."""
+    """A small named part, such as a scheduling policy; ``factory`` is ``"package.module:name"``, called with the
+    chooser's keywords."""
 
     kind: str
     name: str

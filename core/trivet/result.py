@@ -180,9 +180,9 @@ def reduce_results(results: Sequence[StepResult], reducers: Mapping[str, Reducer
 class TransferQuorum:
     """Hold back the end of a transfer until every rank has reported it, whatever the order of the reports.
 
-    Executors with several ranks pass each rank's results through :meth:`settle` before reducing them: a rank's early
-    report is kept and shown once the last rank's arrives, so the intersection in :func:`reduce_results` never loses one.
-    """
+    Executors with several ranks pass each rank's results through :meth:`settle` before reducing them: a rank's
+    early report is kept and shown once the last rank's arrives, so the intersection in :func:`reduce_results` never
+    loses one."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -28,11 +28,11 @@ def choose_block_size(wanted: int | None, support: Sequence[AttentionSupport]) -
 
 
 def plan_blocks(need: CacheRequirements, block_size: int, *, memory: int | None, num_blocks: int | None) -> int:
-    """Blocks (null block included) of ``block_size`` tokens over all layers; at least one request of the maximum length fits.
+    """Blocks (null block included) of ``block_size`` tokens over all layers; at least one request of the maximum
+    length fits.
 
-    Raises :class:`CacheMemoryError` with the sizes and the settings that would help; ``fits_tokens`` on it is the longest
-    request that would fit.
-    """
+    Raises :class:`CacheMemoryError` with the sizes and the settings that would help; ``fits_tokens`` on it is the
+    longest request that would fit."""
     page = block_size * sum(spec.bytes_per_token for spec in need.specs)
     if num_blocks is None:
         given = need.available_bytes if memory is None else memory
@@ -44,8 +44,8 @@ def plan_blocks(need: CacheRequirements, block_size: int, *, memory: int | None,
         fits = max(usable * block_size, 0)
         raise CacheMemoryError(
             f"the KV cache cannot hold one request of max_model_len = {need.max_model_len} tokens: "
-            f"{format_bytes(num_blocks * page)} are {max(usable, 0)} blocks of {block_size} tokens ({page / block_size:.0f} bytes "
-            f"per token), enough for {fits}. Set max_model_len to {fits} or less, or plugins.cache.memory to at least "
+            f"{format_bytes(num_blocks * page)} are {max(usable, 0)} blocks of {block_size} tokens "
+            f"({page / block_size:.0f} bytes per token), enough for {fits}. Set max_model_len to {fits} or less, or plugins.cache.memory to at least "
             f"{format_bytes(page * (1 + -(-need.max_model_len // block_size)))}.",
             fits_tokens=fits,
         )

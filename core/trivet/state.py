@@ -1,10 +1,9 @@
 """Requests, and the slots and columns of those that run.
 
-A request that runs occupies a *slot*, a row of numpy columns, from its admission to its end or preemption. Schedule and commit
-work on columns for all rows at once; Python objects are touched only for rows that change. The same slot number is used by
-the workers, and ``(slot, epoch)`` names one admission of one request: an epoch is never used twice, so a result for an earlier
-admission is recognised and dropped.
-"""
+A request that runs occupies a *slot*, a row of numpy columns, from its admission to its end or preemption. Schedule
+and commit work on columns for all rows at once; Python objects are touched only for rows that change. The same slot
+number is used by the workers, and ``(slot, epoch)`` names one admission of one request: an epoch is never used
+twice, so a result for an earlier admission is recognised and dropped."""
 
 from __future__ import annotations
 
@@ -90,9 +89,9 @@ class Request:
 class RequestTable:
     """Columns of running requests, ``[max_num_seqs]`` each.
 
-    ``num_known`` prompt and committed outputs; ``num_placeholders`` tokens that steps in flight will draw; ``num_computed`` tokens whose
-    KV is computed or being computed by a step in flight; ``num_committed`` tokens whose KV is final; ``num_drafts`` drafts to verify next.
-    """
+    ``num_known`` prompt and committed outputs; ``num_placeholders`` tokens that steps in flight will draw;
+    ``num_computed`` tokens whose KV is computed or being computed by a step in flight; ``num_committed`` tokens
+    whose KV is final; ``num_drafts`` drafts to verify next."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         n = max_num_seqs
@@ -201,9 +200,11 @@ class RequestTable:
         assert len(self._free) + len(self._running) == self.max_num_seqs, "slots are lost"
         for slot in self._running:
             request = self.requests[slot]
-            assert request is not None and request.slot == slot and request.epoch == self.epoch[slot]
+            assert request is not None, f"slot {slot} is listed as running but empty"
+            assert (request.slot, request.epoch) == (slot, self.epoch[slot]), request.request_id
             known, computed = int(self.num_known[slot]), int(self.num_computed[slot])
             ahead = known + int(self.num_placeholders[slot]) + int(self.num_drafts[slot])
             assert self.num_prompt[slot] <= known <= self.max_total[slot], request.request_id
             assert 0 <= self.num_committed[slot] <= computed <= ahead, request.request_id
-            assert self.num_sent[slot] <= known and self.in_flight[slot] >= 0, request.request_id
+            assert self.num_sent[slot] <= known, request.request_id
+            assert self.in_flight[slot] >= 0, request.request_id

@@ -9,7 +9,7 @@ from trivet.hookspecs import hookimpl
 from trivet.provider import Component, Provider, Suitability
 
 
-def _suits(context: Context) -> Suitability:
+def _suits(_context: Context) -> Suitability:
     return Suitability(100, "admits and ends requests at every step")
 
 

@@ -10,7 +10,8 @@ from trivet.state import Request
 
 
 class WaitingQueue:
-    """Requests in ascending order of ``(key, arrival)``. Removal is lazy: a removed request is skipped when it surfaces."""
+    """Requests in ascending order of ``(key, arrival)``. Removal is lazy: a removed request is skipped when it
+    surfaces."""
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self.key = key

@@ -22,11 +22,11 @@ _FIRST_RESERVE = 16  # tokens; doubles with every preemption of a request
 class ContinuousScheduler(Scheduler):
     """Running requests first, then waiting ones, within a token budget.
 
-    Rows that only decode get their tokens before prompts that are computed in chunks, so every running output advances in every
-    step. Memory goes by admission order: when a row lacks blocks, victims are taken among the rows after it (or the row itself), so the
-    oldest request always gets on. Nothing is admitted in a step that preempted, and a request that was preempted asks for more room at each
-    return, which bounds how often that can happen.
-    """
+    Rows that only decode get their tokens before prompts that are computed in chunks, so every running output
+    advances in every step. Memory goes by admission order: when a row lacks blocks, victims are taken among the
+    rows after it (or the row itself), so the oldest request always gets on. Nothing is admitted in a step that
+    preempted, and a request that was preempted asks for more room at each return, which bounds how often that can
+    happen."""
 
     def __init__(self, context: Context | None, options: ContinuousOptions) -> None:
         self._options = options

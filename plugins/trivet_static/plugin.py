@@ -9,7 +9,7 @@ from trivet.hookspecs import hookimpl
 from trivet.provider import Provider, Suitability
 
 
-def _suits(context: Context) -> Suitability:
+def _suits(_context: Context) -> Suitability:
     return Suitability(10, "a baseline: a batch runs until its last request has ended")
 
 

@@ -1,9 +1,9 @@
 """The roles: what a provider of each kind must do.
 
-A provider is a class of one of these abstract bases. Constructors are not part of a role's interface: the registry calls
-the factory of a :class:`trivet.registry.Provider` as ``factory(context, options)``, and an embedder may build an object any way
-and hand it to ``Engine(config, plugins=[...])``; either way the engine then calls the role's ``bind``/``configure``/``load``.
-"""
+A provider is a class of one of these abstract bases. Constructors are not part of a role's interface: the registry
+calls the factory of a :class:`trivet.registry.Provider` as ``factory(context, options)``, and an embedder may build
+an object any way and hand it to ``Engine(config, plugins=[...])``; either way the engine then calls the role's
+``bind``/``configure``/``load``."""
 
 from trivet.roles.attention import Attention, AttentionMetadata
 from trivet.roles.base import CARDINALITY, ROLE_SIDES, Cardinality, Role, Side

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class AttentionMetadata:
     """What attention needs to know of a step, for one KV group. ``R`` rows, ``T`` tokens; tensors on the device.
 
-    Row ``i``'s queries are tokens ``query_start[i]:query_start[i + 1]`` and sit at the end of its context, positions
-    ``seq_lens[i] - query_len … seq_lens[i] - 1``; keys of position ``p`` are in block ``block_table[i, p // block_size]`` at offset
-    ``p % block_size``. Entries of a table that are outside the window may be 0 or stale and must not be read.
-    """
+    Row ``i``'s queries are tokens ``query_start[i]:query_start[i + 1]`` and sit at the end of its context,
+    positions ``seq_lens[i] - query_len … seq_lens[i] - 1``; keys of position ``p`` are in block ``block_table[i, p
+    // block_size]`` at offset ``p % block_size``. Entries of a table that are outside the window may be 0 or stale
+    and must not be read."""
 
     group: int
     block_size: int
@@ -73,10 +73,9 @@ class Attention(Role):
     ) -> Any:
         """Write ``key``/``value`` ``[T, num_kv_heads, head_dim]`` to the cache, then attend causally.
 
-        ``query`` is ``[T, num_heads, head_dim]``; returns ``[T, num_heads, v_head_dim]`` in the query's dtype. A query at
-        position ``p`` sees keys at ``max(0, p - window + 1) … p``. ``softcap`` bounds scores by ``c * tanh(s / c)``; ``sinks``
-        ``[num_heads]`` adds one logit per head to the softmax's denominator.
-        """
+        ``query`` is ``[T, num_heads, head_dim]``; returns ``[T, num_heads, v_head_dim]`` in the query's dtype. A
+        query at position ``p`` sees keys at ``max(0, p - window + 1) … p``. ``softcap`` bounds scores by ``c *
+        tanh(s / c)``; ``sinks`` ``[num_heads]`` adds one logit per head to the softmax's denominator."""
 
     @abstractmethod
     def copy_blocks(self, group: int, pairs: Any) -> None:

@@ -70,8 +70,9 @@ class CacheStats:
 class Cache(Role):
     """Block tables of running requests.
 
-    Tables are append-only: an entry never changes, except to the null block 0 when it leaves a group's window. All methods
-    run on the engine's thread. ``slot`` is a row of the request table; a slot has a table from :meth:`admit` to
+    Tables are append-only: an entry never changes, except to the null block 0 when it leaves a group's window. All
+    methods run on the engine's thread. ``slot`` is a row of the request table; a slot has a table from
+    :meth:`admit` to
     :meth:`retire`.
     """
 

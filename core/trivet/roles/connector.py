@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ExternalHit:
-    """Tokens ``[start, start + num_tokens)`` can be loaded. ``blocking``: within the step; otherwise the request is held."""
+    """Tokens ``[start, start + num_tokens)`` can be loaded. ``blocking``: within the step; otherwise the request is
+    held."""
 
     num_tokens: int
     keys: list[bytes] = field(default_factory=list)
@@ -51,7 +52,8 @@ class TransferReport:
 
 
 class TransferWorker(ABC):
-    """The worker half of a connector or cache tier. Called on the worker's step thread; the work itself may run elsewhere."""
+    """The worker half of a connector or cache tier. Called on the worker's step thread; the work itself may run
+    elsewhere."""
 
     @abstractmethod
     def bind(self, attention: Attention | None) -> None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Drafts:
-    """Proposals per plan row (empty rows: none); ``parents`` index within the row, -1 = the last accepted token; None: chains.
-    Parents come before their children."""
+    """Proposals per plan row (empty rows: none); ``parents`` index within the row, -1 = the last accepted token;
+    None: chains. Parents come before their children."""
 
     tokens: Ragged
     parents: Ragged | None = None
@@ -25,7 +25,8 @@ class Drafts:
 
 @dataclass(slots=True)
 class DraftInputs:
-    """What a drafter sees of a step: ``tokens[slot, :lengths[slot]]`` are a slot's known tokens, the accepted ones included."""
+    """What a drafter sees of a step: ``tokens[slot, :lengths[slot]]`` are a slot's known tokens, the accepted ones
+    included."""
 
     slots: Int32  #: [R]
     k: Int32  #: [R] proposals wanted, 0 = none

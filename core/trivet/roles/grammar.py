@@ -23,7 +23,8 @@ class Matcher(ABC):
 
     @abstractmethod
     def fill_bitmask(self, out: Int32) -> None:
-        """Set the bits of the tokens allowed next in ``out`` ``[ceil(vocab / 32)]`` int32 (bit ``t % 32`` of word ``t // 32``)."""
+        """Set the bits of the tokens allowed next in ``out`` ``[ceil(vocab / 32)]`` int32 (bit ``t % 32`` of word
+        ``t // 32``)."""
 
     @abstractmethod
     def is_terminated(self) -> bool:
@@ -35,7 +36,8 @@ class Matcher(ABC):
 
 
 class Grammar(Role):
-    """Compiles constraints. :meth:`validate` runs in the engine's process, :meth:`compile` in a pool of the worker's."""
+    """Compiles constraints. :meth:`validate` runs in the engine's process, :meth:`compile` in a pool of the
+    worker's."""
 
     role: ClassVar[str] = "grammar"
 
@@ -46,4 +48,5 @@ class Grammar(Role):
 
     @abstractmethod
     def compile(self, params: Any, output_ids: Sequence[int]) -> Matcher:
-        """A matcher that has accepted ``output_ids``. Runs off the loop, bounded in time and memory; raises with the reason."""
+        """A matcher that has accepted ``output_ids``. Runs off the loop, bounded in time and memory; raises with
+        the reason."""

@@ -21,7 +21,8 @@ _ITEM_SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class LayerKVSpec:
-    """What one attention layer keeps per token. ``window`` counts tokens including the current one (sliding, chunked)."""
+    """What one attention layer keeps per token. ``window`` counts tokens including the current one (sliding,
+    chunked)."""
 
     layer: int
     kind: KVKind
@@ -63,7 +64,8 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
-    """One buffer of ``num_blocks`` pages; every layer listed keeps its pages there (layers of different groups may share it)."""
+    """One buffer of ``num_blocks`` pages; every layer listed keeps its pages there (layers of different groups may
+    share it)."""
 
     layers: tuple[int, ...]
     num_blocks: int

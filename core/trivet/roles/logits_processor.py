@@ -36,6 +36,6 @@ class LogitsProcessor(Role):
 
     @abstractmethod
     def apply(self, logits: Any, rows: SampleRows, selected: Any) -> Any:
-        """Return the changed logits ``[L, vocab_size]`` float32 (in place or new); only rows in ``selected`` ``[n]`` int64 (the logits
-        rows of requests that want this processor) may change. Tokens before draft row ``j`` are the request's known
-        tokens followed by the row's first ``j`` drafts."""
+        """Return the changed logits ``[L, vocab_size]`` float32 (in place or new); only rows in ``selected``
+        ``[n]`` int64 (the logits rows of requests that want this processor) may change. Tokens before draft row
+        ``j`` are the request's known tokens followed by the row's first ``j`` drafts."""

@@ -32,9 +32,9 @@ class ModelInfo:
 class ForwardBatch:
     """The batch of one forward pass. ``T`` tokens of ``R`` rows, flattened row after row; tensors are on the device.
 
-    ``tree_parents`` (None: all rows are chains) gives for each of the ``T`` tokens the flat index of its parent when it is a
-    draft in a tree, -1 otherwise; a tree node attends to its ancestors and to all tokens before the drafts.
-    """
+    ``tree_parents`` (None: all rows are chains) gives for each of the ``T`` tokens the flat index of its parent
+    when it is a draft in a tree, -1 otherwise; a tree node attends to its ancestors and to all tokens before the
+    drafts."""
 
     slots: Int32  #: [R]
     input_ids: Any  #: [T] int64

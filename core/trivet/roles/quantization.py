@@ -15,7 +15,8 @@ class Quantization(Role):
 
     @abstractmethod
     def accepts(self, name: str, shape: tuple[int, ...], stored: str) -> bool:
-        """Whether the linear weight ``name`` of ``shape`` (out, in), stored as ``stored`` (a dtype or GGUF type), is to be quantised."""
+        """Whether the linear weight ``name`` of ``shape`` (out, in), stored as ``stored`` (a dtype or GGUF type),
+        is to be quantised."""
 
     @abstractmethod
     def linear(self, weight: Any, bias: Any) -> Any:

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 class SampleRows:
     """Which logits rows belong to which request. ``L`` logits rows, of ``S`` sampling plan rows.
 
-    A plan row with ``d`` drafts has ``d + 1`` consecutive logits rows (the position before the drafts, then each draft). Rows
-    that exist for prompt logprobs alone are listed in ``prompt_rows`` and are not sampled.
-    """
+    A plan row with ``d`` drafts has ``d + 1`` consecutive logits rows (the position before the drafts, then each
+    draft). Rows that exist for prompt logprobs alone are listed in ``prompt_rows`` and are not sampled."""
 
     plan_rows: Int32  #: [S] row of the plan
     slots: Int32  #: [S]
@@ -41,7 +40,8 @@ class SampleRows:
 
 @dataclass(slots=True)
 class Sampled:
-    """``accepted`` ``[S]`` rows: accepted drafts, then one token of the row's own; ``path`` the accepted nodes of a tree."""
+    """``accepted`` ``[S]`` rows: accepted drafts, then one token of the row's own; ``path`` the accepted nodes of a
+    tree."""
 
     accepted: Ragged
     logprobs: list[RowLogprobs] = field(default_factory=list)  #: ``row`` indexes sampling rows
@@ -75,5 +75,5 @@ class Sampler(Role):
 
     @abstractmethod
     def sample(self, logits: Any, rows: SampleRows) -> Sampled:
-        """Draw from ``logits`` ``[L, vocab_size]`` (may be changed in place). A row's result depends on nothing but its own
-        logits, parameters, seed and tokens. Bound to the ``trivet_sample`` phase."""
+        """Draw from ``logits`` ``[L, vocab_size]`` (may be changed in place). A row's result depends on nothing but
+        its own logits, parameters, seed and tokens. Bound to the ``trivet_sample`` phase."""

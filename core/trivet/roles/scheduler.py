@@ -26,9 +26,8 @@ class SchedulerLimits:
 class ScheduleInputs:
     """What wrappers of ``trivet_schedule`` may change before the plan is made.
 
-    ``token_budget`` and ``max_num_seqs`` can be lowered (values above the scheduler's limits are capped). ``holds`` keeps the
-    named requests from being scheduled in this step, with the reason that ``engine.explain`` gives.
-    """
+    ``token_budget`` and ``max_num_seqs`` can be lowered (values above the scheduler's limits are capped). ``holds``
+    keeps the named requests from being scheduled in this step, with the reason that ``engine.explain`` gives."""
 
     step_id: int
     token_budget: int
@@ -38,7 +37,8 @@ class ScheduleInputs:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Why a request does not advance: ``compute`` (token budget), ``memory`` (blocks), ``turn`` (policy, slots), ``hold``."""
+    """Why a request does not advance: ``compute`` (token budget), ``memory`` (blocks), ``turn`` (policy, slots),
+    ``hold``."""
 
     kind: str
     detail: str
@@ -77,7 +77,8 @@ class Scheduler(Role):
 
     @abstractmethod
     def schedule(self, inputs: ScheduleInputs) -> StepPlan:
-        """Make the plan of one step: ``planner.begin(inputs)``, then extend, admit, preempt, then ``planner.finish()``."""
+        """Make the plan of one step: ``planner.begin(inputs)``, then extend, admit, preempt, then
+        ``planner.finish()``."""
 
     @property
     @abstractmethod

@@ -1,6 +1,7 @@
 """A tiny model without weights: its next token is a hash of all tokens before it, read through the paged KV cache.
 
-Whatever goes wrong with blocks, tables, windows, positions or drafts changes the hash, so a test that compares tokens with
+Whatever goes wrong with blocks, tables, windows, positions or drafts changes the hash, so a test that compares
+tokens with
 :func:`reference_tokens` (a direct loop over the token list, no cache) sees it at once. Runs in numpy, in microseconds.
 """
 

@@ -1,4 +1,5 @@
-"""A sampler in numpy, one row at a time: greedy or seeded, drafts in chains and trees, grammar masks, prompt logprobs."""
+"""A sampler in numpy, one row at a time: greedy or seeded, drafts in chains and trees, grammar masks, prompt
+logprobs."""
 
 from __future__ import annotations
 
