@@ -81,6 +81,10 @@ class TorchRunner(Runner):
         tokens = min(context.tokenizer_size or info.vocab_size, info.vocab_size)
         self._sampler.bind(info.vocab_size, tokens, context.max_num_seqs, context.all("logits_processor"))
         self._drafters = context.all("drafter")
+        context.hooks.bind("forward", self._model.forward)
+        context.hooks.bind("sample", self._sampler.sample)
+        if self._drafters:
+            context.hooks.bind("draft", self._drafters[0].propose)
         self._grammars = GrammarPool(context.all("grammar"), info.vocab_size, self._options.grammar_threads)
         specs = [*self._model.kv_specs()]
         for drafter in self._drafters:
@@ -100,6 +104,8 @@ class TorchRunner(Runner):
             device=str(self._device),
             weight_bytes=self._model.weight_bytes,
             sampling_fields=self._sampler.fields,
+            draft_tokens=self._drafters[0].num_tokens if self._drafters else 0,
+            draft_lookahead=max((d.lookahead for d in self._drafters), default=0),
             timings={"load": time.perf_counter() - started},
         )
 
@@ -109,8 +115,9 @@ class TorchRunner(Runner):
         context = self._context
         sizes = [group.block_size for group in layout.groups]
         self._batch = PersistentBatch(context.max_num_seqs, context.max_model_len, sizes)
-        workers = context.transfer_workers()
-        for worker in workers.values():
+        connector = context.get("connector")
+        workers = [*context.all("cache_tier"), *([] if connector is None else [connector])]
+        for worker in workers:
             worker.bind(self._attention)
         self._transfers = TransferEndpoints(workers, len(layout.groups))
 
@@ -161,8 +168,6 @@ class TorchRunner(Runner):
     def shutdown(self) -> None:
         if self._grammars is not None:
             self._grammars.shutdown()
-        if self._transfers is not None:
-            self._transfers.shutdown()
 
     # ------------------------------------------------------------------ deltas
 

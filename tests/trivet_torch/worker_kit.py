@@ -163,7 +163,6 @@ class SlowAttention(Attention):
                 else:
                     seen, position = list(range(place + 1)), place
                 if window is not None:
-                    ranks = [p if p < length - tree else length - tree + i for i, p in enumerate(seen, len(seen) * -1) if True]
                     ranks = [p if p < length - tree else position - (len(seen) - 1 - i) for i, p in enumerate(seen)]
                     seen = [p for p, rank in zip(seen, ranks, strict=True) if rank > position - window]
                 where = [int(meta.block_table[row, p // meta.block_size]) * meta.block_size + p % meta.block_size for p in seen]
@@ -248,6 +247,13 @@ class GreedySampler(Sampler):
         return Sampled(Ragged.from_rows(accepted), errors=errors, path=Ragged.from_rows(paths) if tree else None)
 
 
+class Hooks:
+    """The facade without wrappers: a phase is the bound method, until a test puts something around it."""
+
+    def bind(self, phase: str, method: Any) -> None:
+        setattr(self, phase, method)
+
+
 class Context(WorkerContext):
     """A worker's context with the providers that a test gives it."""
 
@@ -259,15 +265,10 @@ class Context(WorkerContext):
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, 512
         self.tokenizer_size = None
         self.roles = roles
-        self.endpoints: dict[str, Any] = {}
-        self.hooks = SimpleNamespace(
-            forward=lambda batch: self.roles["model"].forward(batch),
-            sample=lambda logits, rows: self.roles["sampler"].sample(logits, rows),
-            draft=lambda inputs: self.roles["drafter"][0].propose(inputs),
-        )
+        self.hooks = Hooks()
 
     def get(self, role: str) -> Any:
-        return self.roles[role]
+        return self.roles.get(role)
 
     def all(self, role: str) -> Sequence[Any]:
         return self.roles.get(role, ())
@@ -280,9 +281,6 @@ class Context(WorkerContext):
 
     def options(self, plugin: str) -> dict[str, Any]:
         return {}
-
-    def transfer_workers(self) -> Mapping[str, Any]:
-        return self.endpoints
 
 
 def make_layout(specs: Sequence[LayerKVSpec], block_size: int, num_blocks: int = 200) -> KVLayout:
@@ -426,11 +424,9 @@ def make_runner(model: str, block_size: int = 4, *, num_blocks: int = 200, max_n
     from trivet_torch.runner import TorchRunner
     from trivet_transformers.model import TransformersModel
 
-    endpoints = roles.pop("endpoints", {})
     context = Context(model, max_num_seqs=max_num_seqs, max_model_len=roles.pop("max_model_len", None))
     context.roles = {"attention": SlowAttention(), "sampler": GreedySampler(), **roles}
     context.roles.setdefault("model", TransformersModel(context))
-    context.endpoints = endpoints
     runner = TorchRunner(context, RunnerOptions())
     info = runner.load()
     layout = make_layout(info.specs, block_size, num_blocks)

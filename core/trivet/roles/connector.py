@@ -55,6 +55,9 @@ class TransferWorker(ABC):
     """The worker half of a connector or cache tier. Called on the worker's step thread; the work itself may run
     elsewhere."""
 
+    #: the ``Transfer.endpoint`` that it answers to, as its engine half names it
+    endpoint: str = ""
+
     @abstractmethod
     def bind(self, attention: Attention | None) -> None:
         """Called once, with the storage that transfers read and write."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -18,12 +18,12 @@ class TransferEndpoints:
     """The worker halves of connectors and cache tiers, by the name that a :class:`trivet.plan.Transfer` calls them.
 
     Args:
-        workers: Endpoint name → worker half, already bound to the KV storage.
+        workers: The worker halves, already bound to the KV storage.
         num_groups: KV groups of the layout.
     """
 
-    def __init__(self, workers: Mapping[str, TransferWorker], num_groups: int) -> None:
-        self._workers = dict(workers)
+    def __init__(self, workers: Iterable[TransferWorker], num_groups: int) -> None:
+        self._workers = {worker.endpoint: worker for worker in workers}
         self._groups = num_groups
         self._open: dict[int, Transfer] = {}
         self._loads: set[int] = set()
@@ -80,11 +80,6 @@ class TransferEndpoints:
     def has_news(self) -> bool:
         """Whether :meth:`report` would report anything."""
         return bool(self._finished or self._failed)
-
-    def shutdown(self) -> None:
-        """Stop every endpoint."""
-        for worker in self._workers.values():
-            worker.shutdown()
 
     def _submit(self, transfer: Transfer, *, store: bool) -> None:
         self._open[transfer.transfer_id] = transfer
