@@ -122,15 +122,17 @@ def _structured(value: Any) -> Any:
     return StructuredOutputsParams.from_mapping(value) if isinstance(value, Mapping) else value
 
 
-_Int = Annotated[int, BeforeValidator(_integer)]
-_Float = Annotated[float, BeforeValidator(_number)]
+# Limits stand before the function: they then belong to the number's own schema, and the JSON Schema shows them.
+_INTEGER = BeforeValidator(_integer)
+_NUMBER = BeforeValidator(_number)
+_Int = Annotated[int, _INTEGER]
 _Bool = Annotated[bool, BeforeValidator(_boolean)]
 _Text = Annotated[str, Field(min_length=1)]
-_TokenId = Annotated[int, BeforeValidator(_integer), Field(ge=0)]
+_TokenId = Annotated[int, Field(ge=0), _INTEGER]
 _Texts = Annotated[list[_Text], BeforeValidator(_string_list, json_schema_input_type=str | list[str] | None)]
 _TokenIds = Annotated[list[_TokenId], BeforeValidator(_optional_list, json_schema_input_type=list[int] | None)]
-_Penalty = Annotated[_Float, Field(ge=-2.0, le=2.0)]
-_Bias = Annotated[_Float, Field(ge=-100.0, le=100.0)]
+_Penalty = Annotated[float, Field(ge=-2.0, le=2.0), _NUMBER]
+_Bias = Annotated[float, Field(ge=-100.0, le=100.0), _NUMBER]
 
 
 class _Params(BaseModel):
@@ -182,24 +184,24 @@ class SamplingParams(_Params):
         ParameterError: With every broken rule: field, value and rule.
     """
 
-    n: Annotated[_Int, Field(ge=1)] = 1
+    n: Annotated[int, Field(ge=1), _INTEGER] = 1
     """Outputs for the prompt; output ``i`` samples with ``seed + i``."""
     presence_penalty: _Penalty = 0.0
     """Subtracted from the logits of tokens that are in the output."""
     frequency_penalty: _Penalty = 0.0
     """Subtracted from a token's logit once for each time it is in the output."""
-    repetition_penalty: Annotated[_Float, Field(gt=0.0)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0.0), _NUMBER] = 1.0
     """Divides positive and multiplies negative logits of tokens that are in the prompt or the output."""
-    temperature: Annotated[_Float, Field(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
+    temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE), _NUMBER] = 1.0
     """Divides the logits; 0 is greedy."""
-    top_p: Annotated[_Float, Field(gt=0.0, le=1.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), _NUMBER] = 1.0
     """Keep the most likely tokens whose probabilities sum to at least this."""
-    top_k: Annotated[int, Field(ge=0), BeforeValidator(_disabled_top_k), BeforeValidator(_integer)] = 0
+    top_k: Annotated[int, Field(ge=0), BeforeValidator(_disabled_top_k, json_schema_input_type=int), _INTEGER] = 0
     """Keep this many of the most likely tokens; 0 (or -1, which becomes 0) keeps all."""
-    min_p: Annotated[_Float, Field(ge=0.0, le=1.0)] = 0.0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0), _NUMBER] = 0.0
     """Keep tokens at least this likely relative to the most likely one."""
     seed: Annotated[
-        Annotated[_Int, Field(ge=-(2**63), lt=2**63)] | None,
+        Annotated[int, Field(ge=-(2**63), lt=2**63), _INTEGER] | None,
         BeforeValidator(_unseeded, json_schema_input_type=int | None),
     ] = None
     """Makes the outputs reproducible; None (or -1, which becomes None) lets the engine draw one."""
@@ -211,13 +213,13 @@ class SamplingParams(_Params):
     """Leave the stop string at the end of the text."""
     ignore_eos: _Bool = False
     """Go on after the model's end of sequence."""
-    max_tokens: Annotated[_Int, Field(ge=1)] | None = 16
+    max_tokens: Annotated[int, Field(ge=1), _INTEGER] | None = 16
     """Most tokens to generate; None: until the context is full."""
-    min_tokens: Annotated[_Int, Field(ge=0)] = 0
+    min_tokens: Annotated[int, Field(ge=0), _INTEGER] = 0
     """Tokens before which neither the end of sequence nor a stop token is sampled."""
-    logprobs: Annotated[_Int, Field(ge=-1)] | None = None
+    logprobs: Annotated[int, Field(ge=-1), _INTEGER] | None = None
     """Return each token's logprob and those of this many most likely tokens; 0: the token's alone, -1: all."""
-    prompt_logprobs: Annotated[_Int, Field(ge=-1)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1), _INTEGER] | None = None
     """The same for the tokens of the prompt."""
     detokenize: _Bool = True
     """Turn the tokens into text."""
@@ -225,9 +227,9 @@ class SamplingParams(_Params):
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: _Bool = True
     """Put blanks between special tokens in the text."""
-    logit_bias: dict[Annotated[int, BeforeValidator(_token_key), Field(ge=0)], _Bias] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0), BeforeValidator(_token_key)], _Bias] | None = None
     """Added to the logits of these tokens, -100 to 100."""
-    allowed_token_ids: Annotated[list[_TokenId], BeforeValidator(_plain_list), Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1), BeforeValidator(_plain_list)] | None = None
     """Sample only from these tokens."""
     bad_words: _Texts = Field(default_factory=list)
     """Texts whose last token is never sampled where it would complete them."""
@@ -317,7 +319,7 @@ class PoolingParams(_Params):
 
     task: Literal["embed", "score", "classify"] = "embed"
     """What the pooled hidden state becomes."""
-    dimensions: Annotated[_Int, Field(ge=1)] | None = None
+    dimensions: Annotated[int, Field(ge=1), _INTEGER] | None = None
     """Cut the embedding to this many numbers (models trained for it); None keeps all."""
     normalize: _Bool | None = None
     """Scale the embedding to length 1; None leaves it to the model."""

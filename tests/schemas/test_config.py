@@ -4,6 +4,7 @@ import pickle
 from typing import Any
 
 import pytest
+
 from trivet_schemas.config import EngineConfig, PluginSelection
 from trivet_schemas.errors import ConfigError, Place, Problem
 from trivet_schemas.sampling import SamplingParams

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+
 from trivet_schemas.errors import (
     ConfigError,
     ParameterError,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from trivet_schemas.errors import ParameterError
 from trivet_schemas.prompts import ParsedPrompt, TextPrompt, TokensPrompt, parse_prompt
 
@@ -89,9 +90,12 @@ def test_check_vocabulary_names_the_position() -> None:
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5))
 def test_anything_is_a_prompt_or_a_parameter_error(value: Any) -> None:
+    outcome: ParsedPrompt | ParameterError
     try:
-        parsed = parse_prompt(value)
+        outcome = parse_prompt(value)
     except ParameterError as exc:
-        assert exc.problems[0].path.startswith("prompt")
+        outcome = exc
+    if isinstance(outcome, ParameterError):
+        assert outcome.problems[0].path.startswith("prompt")
     else:
-        assert parsed.text == value if isinstance(value, str) else parsed.token_ids == value
+        assert value == (outcome.text if isinstance(value, str) else outcome.token_ids)

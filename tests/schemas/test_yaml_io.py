@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from trivet_schemas._overrides import apply_override, parse_overrides
 from trivet_schemas._yaml import read_yaml
 from trivet_schemas.config import EngineConfig
@@ -341,9 +342,8 @@ def test_an_override_can_be_read_back_or_changes_nothing(values: dict[str, Any],
     before = repr(values)
     try:
         apply_override(values, override)
-    except LookupError as exc:
+    except LookupError:
         assert repr(values) == before
-        assert isinstance(exc.args[0], str)
     else:
         here: Any = values
         for part in parts:
