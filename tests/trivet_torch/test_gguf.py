@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
-from trivet_torch.weights.gguf_dequant import SUPPORTED_TYPES, dequantize_into
 
 from trivet.gguf import BLOCK_SIZES, GGMLType
+from trivet_torch.weights.gguf_dequant import SUPPORTED_TYPES, dequantize_into
 
 # Positions (in bytes) of the float16 factors of a block, which must be finite numbers.
 _HALVES = {

@@ -1,0 +1,174 @@
+"""Which files a model's name stands for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+import trivet.demo
+from trivet.errors import ModelLoadError
+from trivet.model_source import ModelLocation, resolve_model
+
+
+@pytest.fixture(autouse=True)
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """A hub that records what is asked for; tests put a folder or an exception into ``answer``."""
+    calls: dict[str, Any] = {"asked": [], "answer": LocalEntryNotFoundError("no connection")}
+
+    def snapshot_download(repo_id: str, *, revision: str | None, **options: Any) -> str:
+        calls["asked"].append((repo_id, revision))
+        calls["options"] = options
+        if isinstance(calls["answer"], Exception):
+            raise calls["answer"]
+        return str(calls["answer"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+def make_folder(path: Path, *names: str) -> Path:
+    path.mkdir(parents=True)
+    for name in names:
+        (path / name).write_bytes(b"{}")
+    return path
+
+
+def test_folder_with_config_and_weights(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model.safetensors", "extra.gguf")
+    assert resolve_model(str(folder)) == ModelLocation("hf", folder)
+    assert resolve_model("m") == ModelLocation("hf", folder)
+    assert resolve_model(Path("m")) == ModelLocation("hf", folder)
+
+
+def test_folder_with_one_gguf_file(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "model.gguf", "mmproj-model.gguf", "README.md")
+    assert resolve_model(folder) == ModelLocation("gguf", folder / "model.gguf")
+
+
+def test_folder_with_config_but_only_gguf_weights(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model.gguf")
+    assert resolve_model(folder) == ModelLocation("gguf", folder / "model.gguf")
+
+
+def test_folder_with_several_gguf_files_lists_them(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "q4.gguf", "q8.gguf")
+    with pytest.raises(ModelLoadError, match=r"2 GGUF files \(q4\.gguf, q8\.gguf\); name the one to use"):
+        resolve_model(folder)
+
+
+def test_folder_without_a_model(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "README.md")
+    with pytest.raises(ModelLoadError, match=r"neither config\.json nor a GGUF file"):
+        resolve_model(folder)
+
+
+def test_gguf_file_is_known_by_its_name_or_its_first_bytes(tmp_path: Path) -> None:
+    by_name, by_content = tmp_path / "model.gguf", tmp_path / "blob"
+    by_name.write_bytes(b"")
+    by_content.write_bytes(b"GGUF...")
+    assert resolve_model(by_name) == ModelLocation("gguf", by_name)
+    assert resolve_model(by_content) == ModelLocation("gguf", by_content)
+
+
+def test_one_file_of_a_folder_points_to_the_folder(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model.safetensors")
+    with pytest.raises(ModelLoadError, match="name its folder instead") as caught:
+        resolve_model(folder / "model.safetensors")
+    assert str(folder) in str(caught.value)
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ModelLoadError, match="is not a GGUF file"):
+        resolve_model("./notes.txt")
+
+
+@pytest.mark.parametrize("name", ["./models/qwen", "/no/such/folder", "a/b/c", "../up", "~/nowhere-at-all"])
+def test_missing_path_is_named_absolutely(name: str, tmp_path: Path, hub: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match="missing model folder") as caught:
+        resolve_model(name)
+    assert str(Path(name).expanduser().absolute()) in str(caught.value)
+    assert hub["asked"] == []
+
+
+def test_missing_gguf_file(tmp_path: Path, hub: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match="missing GGUF file") as caught:
+        resolve_model("qwen/model.gguf")
+    assert str(tmp_path / "qwen" / "model.gguf") in str(caught.value)
+    assert hub["asked"] == []
+
+
+def test_missing_folder_beside_existing_ones_is_not_taken_for_a_hub_id(tmp_path: Path, hub: dict[str, Any]) -> None:
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ModelLoadError, match="missing model folder"):
+        resolve_model("models/qwen")
+    assert hub["asked"] == []
+
+
+def test_a_missing_path_object_is_never_a_hub_id(hub: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match="missing model folder"):
+        resolve_model(Path("Qwen/Qwen3-0.6B"))
+    assert hub["asked"] == []
+
+
+def test_empty_name() -> None:
+    with pytest.raises(ModelLoadError, match="the name of the model is empty"):
+        resolve_model("")
+
+
+def test_hub_model_carries_the_commit(tmp_path: Path, hub: dict[str, Any]) -> None:
+    hub["answer"] = make_folder(tmp_path / "cache" / "0123abc", "config.json", "model.safetensors")
+    assert resolve_model("Qwen/Qwen3-0.6B") == ModelLocation("hf", hub["answer"], "0123abc")
+    assert hub["asked"] == [("Qwen/Qwen3-0.6B", None)]
+    assert not any(pattern.endswith((".bin", ".gguf")) for pattern in hub["options"]["allow_patterns"])
+
+
+def test_hub_revision(tmp_path: Path, hub: dict[str, Any]) -> None:
+    hub["answer"] = make_folder(tmp_path / "cache" / "0123abc", "config.json", "model.safetensors")
+    resolve_model("Qwen/Qwen3-0.6B@refs/pr/3")
+    assert hub["asked"] == [("Qwen/Qwen3-0.6B", "refs/pr/3")]
+
+
+@pytest.mark.parametrize("failure", [LocalEntryNotFoundError("no connection"), OSError("disk full")])
+def test_unreachable_hub_says_so_and_what_to_do(failure: Exception, tmp_path: Path, hub: dict[str, Any]) -> None:
+    hub["answer"] = failure
+    with pytest.raises(ModelLoadError, match="the hub cannot be reached") as caught:
+        resolve_model("Qwen/Qwen3-0.6B")
+    message = str(caught.value)
+    assert str(failure) in message
+    assert str(tmp_path / "Qwen" / "Qwen3-0.6B") in message
+    assert "set `model` to its folder or GGUF file" in message
+
+
+def test_broken_connection_while_downloading(hub: dict[str, Any]) -> None:
+    transport_error = HfHubHTTPError.__bases__[0]
+    hub["answer"] = transport_error("connection reset")
+    with pytest.raises(ModelLoadError, match="connection reset"):
+        resolve_model("Qwen/Qwen3-0.6B")
+
+
+def test_hub_collection_of_gguf_files(tmp_path: Path, hub: dict[str, Any]) -> None:
+    hub["answer"] = make_folder(tmp_path / "cache" / "0123abc", "README.md")
+    with pytest.raises(ModelLoadError, match=r"hf download Qwen/Some-GGUF FILE\.gguf"):
+        resolve_model("Qwen/Some-GGUF")
+
+
+def test_demo_comes_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trivet.demo, "demo_model_path", lambda: tmp_path / "demo.gguf")
+    assert resolve_model("demo") == ModelLocation("gguf", tmp_path / "demo.gguf")
+
+
+def test_a_local_model_needs_no_hub_client() -> None:
+    code = (
+        "import sys, trivet.model_source as source\n"
+        "try:\n    source.resolve_model('./missing')\nexcept source.ModelLoadError:\n    pass\n"
+        "sys.exit(bool({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
