@@ -1,32 +1,30 @@
-"""The runner in PyTorch: applies a plan's deltas, runs the phases, makes the result."""
+"""The runner in PyTorch: devices, memory and tensors for the step logic of :class:`trivet.worker.StepRunner`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from trivet.errors import ModelLoadError, RequestFault, TrivetError
-from trivet.plan import Bool, InputSource, Int32, Ragged, StepPlan
-from trivet.result import RequestFailure, RowLogprobs, StepResult
-from trivet.roles.drafter import Drafter, DraftInputs, Drafts
-from trivet.roles.runner import Runner, WorkerInfo
-from trivet.worker import GrammarPool, PersistentBatch, StepInputs, TransferEndpoints, prepare_inputs
-from trivet_torch.inputs import forward_batch, to_device
+from trivet.errors import ModelLoadError
+from trivet.worker import StepRunner
 from trivet_torch.memory import available_bytes
 from trivet_torch.options import RunnerOptions
-from trivet_torch.pooling import pool_last
 
 if TYPE_CHECKING:
-    from trivet.context import WorkerContext
-    from trivet.roles import Attention, ForwardBatch, ForwardOutput, KVLayout, Model, Sampled, Sampler, SampleRows
+    from numpy.typing import NDArray
 
-#: how long a plan without rows waits for a grammar or a transfer, in seconds
-_PATIENCE = 0.005
+    from trivet.context import WorkerContext
+    from trivet.plan import StepPlan
+    from trivet.result import StepResult
+    from trivet.roles import ModelInfo
+
+
+def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """A tensor of the array's type on the device; on a CPU it shares the array's memory."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -46,300 +44,35 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-class TorchRunner(Runner):
-    """One worker's share of a step. State lives in a :class:`trivet.worker.PersistentBatch` keyed by slot."""
-
-    role: ClassVar[str] = "runner"
+class TorchRunner(StepRunner):
+    """One worker's share of a step, in PyTorch."""
 
     def __init__(self, context: WorkerContext, options: RunnerOptions) -> None:
-        self._context, self._options = context, options
-        self._grammars: GrammarPool | None = None
-        self._transfers: TransferEndpoints | None = None
-        self._drafters: Sequence[Drafter] = ()
-        #: slot → epoch of requests that ended with an error here; the engine may not know yet
-        self._failed: dict[int, int] = {}
-        self._errors: list[RequestFailure] = []
-
-    # ------------------------------------------------------------------ start
-
-    def load(self) -> WorkerInfo:
-        started = time.perf_counter()
-        context = self._context
-        self._device = resolve_device(context.device)
-        context.device = str(self._device)
-        self._model: Model = context.get("model")
-        info = self._model.load()
-        limit = context.config.max_model_len
-        if limit is not None and limit > info.max_model_len:
-            raise ModelLoadError(
-                f"max_model_len: {limit} exceeds the {info.max_model_len} positions that {context.config.model} supports; lower it"
-            )
-        context.max_model_len = min(info.max_model_len, limit or info.max_model_len)
-        self._vocab_size = info.vocab_size
-        self._attention: Attention = context.get("attention")
-        self._sampler: Sampler = context.get("sampler")
-        tokens = min(context.tokenizer_size or info.vocab_size, info.vocab_size)
-        self._sampler.bind(info.vocab_size, tokens, context.max_num_seqs, context.all("logits_processor"))
-        self._drafters = context.all("drafter")
-        context.hooks.bind("forward", self._model.forward)
-        context.hooks.bind("sample", self._sampler.sample)
-        if self._drafters:
-            context.hooks.bind("draft", self._drafters[0].propose)
-        self._grammars = GrammarPool(context.all("grammar"), info.vocab_size, self._options.grammar_threads)
-        specs = [*self._model.kv_specs()]
-        for drafter in self._drafters:
-            specs += drafter.kv_specs()
-        return WorkerInfo(
-            model=info,
-            specs=tuple(specs),
-            support=tuple(self._attention.support(spec) for spec in specs),
-            available_bytes=available_bytes(
-                self._device,
-                info,
-                context.max_num_seqs,
-                context.max_num_batched_tokens,
-                gpu_share=self._options.gpu_memory_utilization,
-                cpu_share=self._options.cpu_memory_share,
-            ),
-            device=str(self._device),
-            weight_bytes=self._model.weight_bytes,
-            sampling_fields=self._sampler.fields,
-            draft_tokens=self._drafters[0].num_tokens if self._drafters else 0,
-            draft_lookahead=max((d.lookahead for d in self._drafters), default=0),
-            timings={"load": time.perf_counter() - started},
-        )
-
-    def allocate(self, layout: KVLayout) -> None:
-        self._attention.allocate(layout)
-        self._model.bind(self._attention, layout)
-        context = self._context
-        sizes = [group.block_size for group in layout.groups]
-        self._batch = PersistentBatch(context.max_num_seqs, context.max_model_len, sizes)
-        connector = context.get("connector")
-        workers = [*context.all("cache_tier"), *([] if connector is None else [connector])]
-        for worker in workers:
-            worker.bind(self._attention)
-        self._transfers = TransferEndpoints(workers, len(layout.groups))
-
-    # ------------------------------------------------------------------ a step
+        super().__init__(context)
+        self._options = options
+        self.grammar_threads = options.grammar_threads
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        timings: dict[str, float] = {}
-        result = StepResult(plan.step_id, plan.slots, plan.epochs, Ragged.empty(plan.num_rows), timings=timings)
-        assert self._transfers is not None and self._grammars is not None, "execute before load and allocate"
-        with _timed(timings, "apply"):
-            invalid = self._apply(plan)
-            self._grammars.poll()
-        if not plan.num_rows:
-            self._wait_for_news()
-            return self._report(result)
-        void = self._void_rows(plan, invalid)
-        if void is None:
-            result.undone = True
-            return self._report(result)
-        with _timed(timings, "prepare"):
-            inputs = prepare_inputs(self._batch, plan, plan.samples & ~void)
-            pools = plan.pools & ~void
-            hidden = bool(pools.any()) or any(d.wants_hidden for d in self._drafters)
-            batch = forward_batch(plan, inputs, self._batch, self._device, wants_hidden=hidden)
-        try:
-            with _timed(timings, "forward"):
-                output: ForwardOutput = self._context.hooks.forward(batch)
-            if len(inputs.logits_indices):
-                with _timed(timings, "sample"):
-                    self._sample(plan, inputs, output, result)
-        except RequestFault as fault:
-            self._errors += self._failures(fault, plan)
-            result = StepResult(plan.step_id, plan.slots, plan.epochs, Ragged.empty(plan.num_rows), undone=True, timings=timings)
-            return self._report(result)
-        if pools.any():
-            result.pooled, errors = pool_last(output.hidden, plan, inputs, self._batch, pools)
-            self._errors += errors
-        if self._drafters:
-            with _timed(timings, "draft"):
-                self._draft(plan, batch, output, result)
-        self._transfers.poll()
-        return self._report(result)
+        """See :meth:`trivet.roles.Runner.execute`."""
+        return super().execute(plan)
 
-    def check_integrity(self) -> None:
-        self._batch.check_integrity()
+    def _prepare_device(self) -> str:
+        self._device = resolve_device(self._context.device)
+        return str(self._device)
 
-    def shutdown(self) -> None:
-        if self._grammars is not None:
-            self._grammars.shutdown()
-
-    # ------------------------------------------------------------------ deltas
-
-    def _apply(self, plan: StepPlan) -> list[Int32]:
-        """Carry out everything that precedes the forward; returns the blocks that a failed load left invalid, per group."""
-        assert self._transfers is not None and self._grammars is not None
-        changes = self._batch.apply(plan)
-        listeners = (self._sampler, *self._drafters, self._grammars)
-        for request in changes.removed:
-            self._failed.pop(request.slot, None)
-            for listener in listeners:
-                listener.remove(request.slot)
-        for request in changes.added:
-            try:
-                for listener in listeners:
-                    listener.add(request)
-            except (RequestFault, TrivetError) as exc:
-                self._fail(RequestFailure(request.slot, request.epoch, str(exc)))
-        self._transfers.start_stores(plan)
-        for group, blocks in enumerate(plan.zeroing):
-            if len(blocks):
-                self._attention.zero_blocks(group, to_device(blocks, self._device))
-        for group, pairs in enumerate(plan.copies):
-            if len(pairs):
-                self._attention.copy_blocks(group, to_device(pairs, self._device))
-        return self._transfers.start_loads(plan)
-
-    def _void_rows(self, plan: StepPlan, invalid: list[Int32]) -> Bool | None:
-        """``[R]`` rows whose outcome must not count; None when an undone step leaves this one without its input."""
-        batch, slots = self._batch, plan.slots
-        void = np.zeros(len(slots), np.bool_)
-        if self._failed:
-            void |= np.isin(slots, list(self._failed))
-        for group, blocks in enumerate(invalid):
-            if len(blocks):
-                void |= np.isin(batch.tables[group][slots], blocks).any(axis=1)
-        missing = (batch.lengths[slots] < plan.num_computed + plan.num_scheduled - plan.num_drafts) & ~void
-        if not missing.any():
-            return void
-        if (plan.input_source[missing] == InputSource.DEVICE).all():
-            return None
-        row = int(missing.argmax())
-        slot = int(slots[row])
-        raise ValueError(
-            f"plan {plan.step_id} computes slot {slot} up to token {plan.num_computed[row] + plan.num_scheduled[row]}, "
-            f"but only {batch.lengths[slot]} are known here"
+    def _available_bytes(self, info: ModelInfo) -> int:
+        return available_bytes(
+            self._device,
+            info,
+            self._context.max_num_seqs,
+            self._context.max_num_batched_tokens,
+            gpu_share=self._options.gpu_memory_utilization,
+            cpu_share=self._options.cpu_memory_share,
         )
 
-    # ------------------------------------------------------------------ phases
+    def _tensor(self, array: Any) -> torch.Tensor:
+        return to_device(array, self._device)
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, output: ForwardOutput, result: StepResult) -> None:
-        assert self._grammars is not None
-        rows = inputs.sampling(self._batch)
-        mask = self._grammars.bitmask(rows)
-        if mask is not None:
-            rows.bitmask = to_device(mask, self._device)
-        sampled: Sampled = self._context.hooks.sample(output.logits, rows)
-        for failure in sampled.errors:
-            self._fail(failure)
-        result.prompt_logprobs = sampled.prompt_logprobs
-        if inputs.tree is not None:
-            self._compact(inputs, rows, sampled)
-        advanced = self._grammars.advance(rows, sampled)
-        for failure in advanced.errors:
-            self._fail(failure)
-        result.accepted = _spread(advanced.accepted, rows.plan_rows, plan.num_rows)
-        plan_rows = rows.plan_rows.tolist()
-        result.logprobs = [RowLogprobs(plan_rows[entry.row], entry.values) for entry in advanced.logprobs]
-        known = advanced.accepted
-        if any(len(tokens) for tokens in advanced.forced):
-            forced = Ragged.from_rows(advanced.forced)
-            result.forced = _spread(forced, rows.plan_rows, plan.num_rows)
-            pairs = [np.concatenate([known.row(s), forced.row(s)]) for s in range(len(known))]
-            room = self._batch.tokens.shape[1] - inputs.known[rows.plan_rows]
-            known = Ragged.from_rows([tokens[:n] for tokens, n in zip(pairs, room.tolist(), strict=True)])
-        self._batch.set_known(rows.slots, inputs.known[rows.plan_rows], known)
-
-    def _compact(self, inputs: StepInputs, rows: SampleRows, sampled: Sampled) -> None:
-        """Bring the keys and values of an accepted path through a tree to where a chain would have put them."""
-        path = sampled.path
-        if path is None:
-            raise ValueError("the sampler verified a tree of drafts without saying which path it accepted")
-        counts = path.lengths
-        within = np.arange(len(path.values), dtype=np.int64) - np.repeat(path.offsets[:-1], counts)
-        first = np.repeat(inputs.known[rows.plan_rows], counts).astype(np.int64)
-        moved = path.values != within
-        if not moved.any():
-            return
-        slots = np.repeat(rows.slots, counts)[moved]
-        sources, destinations = (first + path.values)[moved], (first + within)[moved]
-        for group in range(len(self._batch.block_sizes)):
-            source = to_device(self._batch.locations(group, slots, sources), self._device)
-            destination = to_device(self._batch.locations(group, slots, destinations), self._device)
-            self._attention.move_tokens(group, source, destination)
-
-    def _draft(self, plan: StepPlan, batch: ForwardBatch, output: ForwardOutput, result: StepResult) -> None:
-        wanted = result.accepted.lengths > 0
-        if result.forced is not None:
-            # The tokens that follow are known; proposals for what comes after them would be out of place.
-            wanted &= result.forced.lengths == 0
-        k = np.where(wanted, plan.draft_k, 0).astype(np.int32)
-        if not k.any():
-            return
-        inputs = DraftInputs(plan.slots, k, self._batch.tokens, self._batch.lengths, batch, output)
-        try:
-            drafts: Drafts = self._context.hooks.draft(inputs)
-        except RequestFault as fault:
-            # Tokens were drawn already, and proposals change none of them: only the named requests end.
-            self._errors += self._failures(fault, plan)
-            return
-        tokens = drafts.tokens
-        if len(tokens) != plan.num_rows or (tokens.lengths > k).any():
-            raise ValueError(f"the drafter was asked for {k.tolist()} tokens per row and proposed {tokens.lengths.tolist()}")
-        if len(tokens.values) and not 0 <= int(tokens.values.min()) <= int(tokens.values.max()) < self._vocab_size:
-            raise ValueError(f"the drafter proposed a token id outside 0 … {self._vocab_size - 1}")
-        result.next_drafts, result.next_draft_parents = tokens, drafts.parents
-
-    # ------------------------------------------------------------------ faults and events
-
-    def _fail(self, failure: RequestFailure) -> None:
-        self._failed[failure.slot] = failure.epoch
-        self._errors.append(failure)
-
-    def _failures(self, fault: RequestFault, plan: StepPlan) -> list[RequestFailure]:
-        """The failures that a fault names; a fault that names no request of the plan is the plugin's own."""
-        failures: list[RequestFailure] = []
-        for slot, epoch in zip(plan.slots.tolist(), plan.epochs.tolist(), strict=True):
-            request = self._batch.requests[slot]
-            if request is not None and request.request_id in fault.reasons:
-                failures.append(RequestFailure(slot, epoch, fault.reasons[request.request_id]))
-        if not failures:
-            raise fault
-        self._failed.update((f.slot, f.epoch) for f in failures)
-        return failures
-
-    def _wait_for_news(self) -> None:
-        assert self._transfers is not None and self._grammars is not None
-        deadline = time.monotonic() + _PATIENCE
-        while not (self._grammars.has_news or self._transfers.has_news or self._errors):
-            left = deadline - time.monotonic()
-            if left <= 0 or not (self._grammars.compiling or self._transfers.pending):
-                return
-            if self._transfers.pending:
-                left = min(left, _PATIENCE / 5)
-                self._transfers.poll()
-            if self._grammars.compiling:
-                self._grammars.poll(left)
-            else:
-                time.sleep(left)
-
-    def _report(self, result: StepResult) -> StepResult:
-        """Add every event since the last result; events of a step that raised are kept for the next one."""
-        assert self._transfers is not None and self._grammars is not None
-        result.errors, self._errors = self._errors, []
-        result.constraints = self._grammars.take_news()
-        self._transfers.report(result)
-        return result
-
-
-def _spread(values: Ragged, rows: Int32, num_rows: int) -> Ragged:
-    """Rows of sampling as rows of the plan; ``rows`` is ascending, so the values stay in order."""
-    counts = np.zeros(num_rows, np.int32)
-    counts[rows] = values.lengths
-    offsets = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    return Ragged(offsets, np.asarray(values.values, np.int32))
-
-
-@contextmanager
-def _timed(timings: dict[str, float], phase: str) -> Iterator[Any]:
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        timings[phase] = time.perf_counter() - started
+    def _rows(self, hidden: Any, indices: list[int]) -> Any:
+        return hidden[indices].float().cpu().numpy()

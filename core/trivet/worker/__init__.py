@@ -3,6 +3,15 @@
 from trivet.worker.batch import BatchChanges, PersistentBatch
 from trivet.worker.grammar import GrammarPool
 from trivet.worker.inputs import StepInputs, prepare_inputs
+from trivet.worker.step_runner import StepRunner
 from trivet.worker.transfers import TransferEndpoints
 
-__all__ = ["BatchChanges", "GrammarPool", "PersistentBatch", "StepInputs", "TransferEndpoints", "prepare_inputs"]
+__all__ = [
+    "BatchChanges",
+    "GrammarPool",
+    "PersistentBatch",
+    "StepInputs",
+    "StepRunner",
+    "TransferEndpoints",
+    "prepare_inputs",
+]

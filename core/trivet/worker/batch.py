@@ -25,10 +25,10 @@ class BatchChanges:
 class PersistentBatch:
     """Columns and matrices by slot. Steady decoding touches them with whole-array operations only.
 
-    ``tokens[slot, :lengths[slot]]`` are the known tokens of a slot: those the engine sent and those the worker drew itself
-    and the engine may not have seen yet. ``tables[g][slot, :table_lengths[g][slot]]`` are its blocks in KV group ``g``. Rows of
-    ``tokens`` end ``MARGIN`` positions beyond the context length, so that drafts fit behind the last token.
-    """
+    ``tokens[slot, :lengths[slot]]`` are the known tokens of a slot: those the engine sent and those the worker drew
+    itself and the engine may not have seen yet. ``tables[g][slot, :table_lengths[g][slot]]`` are its blocks in KV
+    group ``g``. Rows of ``tokens`` end ``MARGIN`` positions beyond the context length, so that drafts fit behind
+    the last token."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int]) -> None:
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
@@ -49,8 +49,8 @@ class PersistentBatch:
         """Carry out a plan's deltas of requests, blocks and tokens.
 
         Raises:
-            ValueError: If the plan contradicts the batch: an unknown slot or epoch, or tokens or blocks beyond the limits.
-        """
+            ValueError: If the plan contradicts the batch: an unknown slot or epoch, or tokens or blocks beyond the
+        limits."""
         changes = BatchChanges()
         for slots, epochs in ((plan.preempted, plan.preempted_epochs), (plan.finished, plan.finished_epochs)):
             for slot, epoch in zip(slots.tolist(), epochs.tolist(), strict=True):
@@ -82,7 +82,8 @@ class PersistentBatch:
         self.lengths[slots] = starts + lengths
 
     def locations(self, group: int, slots: Int32, positions: Int64) -> Int64:
-        """``[n]`` flat places ``block * block_size + offset`` of single positions of slots, in the storage of a KV group."""
+        """``[n]`` flat places ``block * block_size + offset`` of single positions of slots, in the storage of a KV
+        group."""
         size = self.block_sizes[group]
         if size == 1:
             return self.tables[group][slots, positions].astype(np.int64)

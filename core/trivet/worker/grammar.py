@@ -1,4 +1,5 @@
-"""Structured output in the worker: constraints compiled off the loop, one matcher per slot, masks for every logits row."""
+"""Structured output in the worker: constraints compiled off the loop, one matcher per slot, masks for every logits
+row."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class GrammarPool:
         self._slots[request.slot] = _Constrained(request, future)
 
     def remove(self, slot: int) -> None:
-        """The request in ``slot`` left; compiling that has not begun is cancelled, a result that comes later is dropped."""
+        """The request in ``slot`` left; compiling that has not begun is cancelled, a result that comes later is
+        dropped."""
         entry = self._slots.pop(slot, None)
         if entry is not None and entry.future is not None:
             entry.future.cancel()
@@ -108,9 +110,8 @@ class GrammarPool:
     def bitmask(self, rows: SampleRows) -> Int32 | None:
         """``[L, ceil(vocab / 32)]`` masks of allowed tokens for every logits row, None when no row is constrained.
 
-        A draft that the grammar forbids leaves the rows behind it unmasked: verification never gets past it. The same holds
-        for rows behind a draft that completes the output: :meth:`advance` cuts there.
-        """
+        A draft that the grammar forbids leaves the rows behind it unmasked: verification never gets past it. The
+        same holds for rows behind a draft that completes the output: :meth:`advance` cuts there."""
         constrained = [(s, slot) for s, slot in enumerate(rows.slots.tolist()) if slot in self._slots]
         if not constrained:
             return None

@@ -24,7 +24,8 @@ class DraftTree:
 
 @dataclass(slots=True)
 class StepInputs:
-    """``R`` rows, ``T`` tokens flattened row after row, ``L`` logits rows: the sampling rows' first, then prompt logprobs'."""
+    """``R`` rows, ``T`` tokens flattened row after row, ``L`` logits rows: the sampling rows' first, then prompt
+    logprobs'."""
 
     slots: Int32  #: [R]
     query_start: Int32  #: [R + 1]

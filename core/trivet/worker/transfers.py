@@ -1,4 +1,5 @@
-"""Movements of KV blocks in and out of the pool, as the worker sees them: started by a plan, reported by a later result."""
+"""Movements of KV blocks in and out of the pool, as the worker sees them: started by a plan, reported by a later
+result."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class TransferEndpoints:
         return bool(self._open)
 
     def start_stores(self, plan: StepPlan) -> None:
-        """Start the plan's stores, before anything overwrites the blocks they read. One that cannot be started has failed."""
+        """Start the plan's stores, before anything overwrites the blocks they read. One that cannot be started has
+        failed."""
         for transfer in plan.stores:
             self._submit(transfer, store=True)
 

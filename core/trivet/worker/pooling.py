@@ -10,18 +10,17 @@ from trivet.result import Pooled, RequestFailure
 
 if TYPE_CHECKING:
     from trivet.plan import Bool, StepPlan
-    from trivet.worker import PersistentBatch, StepInputs
+    from trivet.worker.batch import PersistentBatch
 
 
 def pool_last(
-    hidden: Any, plan: StepPlan, inputs: StepInputs, batch: PersistentBatch, rows: Bool
+    vectors: Any, plan: StepPlan, batch: PersistentBatch, rows: Bool
 ) -> tuple[list[Pooled], list[RequestFailure]]:
     """The hidden state ``[hidden_size]`` of each row's last token, after the model's final norm, as float32.
 
     Args:
-        hidden: ``[T, hidden_size]``.
+        vectors: ``[n, hidden_size]`` float32, the hidden states of the last tokens of ``rows``.
         plan: The step's plan.
-        inputs: The plan's rows, flattened.
         batch: Holds the requests' parameters: ``dimensions`` cuts the vector, then ``normalize`` scales it to length 1.
         rows: ``[R]`` rows to pool.
 
@@ -29,8 +28,6 @@ def pool_last(
         The vectors, and failures for rows whose hidden state is not finite.
     """
     chosen = np.flatnonzero(rows)
-    last = inputs.query_start[1:][chosen] - 1
-    vectors = hidden[last.tolist()].float().cpu().numpy()
     pooled: list[Pooled] = []
     errors: list[RequestFailure] = []
     for row, vector in zip(chosen.tolist(), vectors, strict=True):
