@@ -1,8 +1,9 @@
 """The typed facade of the hooks: one method per hook, and nothing else calls pluggy.
 
-A **phase** slot (``hooks.schedule``) is, once bound, the selected provider's own bound method when no plugin wraps the phase, so that
-a step without wrappers makes no pluggy call at all; otherwise it is one pluggy call, with the provider's method as the only
-implementation below the wrappers. **Observers** are compiled into plain callables, each called in its own ``try``.
+A **phase** slot (``hooks.schedule``) is, once bound, the selected provider's own bound method when no plugin wraps the
+phase, so that a step without wrappers makes no pluggy call at all; otherwise it is one pluggy call, with the provider's
+method as the only implementation below its wrappers. **Observers** are compiled into plain callables, each called in
+its own ``try``.
 """
 
 from __future__ import annotations
@@ -179,7 +180,8 @@ class EngineHooks(_Hooks):
         return self._relay.trivet_commit(plan=plan, result=result)  # type: ignore[no-any-return]
 
     def has_observers(self, name: str) -> bool:
-        """Whether anyone observes ``name`` (``step_finished`` or ``trivet_step_finished``), so that its event is worth making."""
+        """Whether anyone observes ``name`` (``step_finished`` or ``trivet_step_finished``), so that its event is worth
+        making."""
         return bool(self._observers[name if name in self._observers else f"trivet_{name}"])
 
     def engine_started(self, context: EngineContext) -> None:
@@ -217,7 +219,7 @@ class EngineHooks(_Hooks):
             try:
                 observer.call(*arguments)
             except Exception:
-                # One failure is enough: an observer whose state is in doubt is not asked again, and nobody else notices.
+                # One failure is enough: an observer whose state is in doubt is not told again, and nobody else notices.
                 self.stats.errors[key] += 1
                 self._observers[hook] = tuple(other for other in self._observers[hook] if other is not observer)
                 logger.exception("plugin %r raised in %s; it is no longer told", observer.plugin, hook)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from trivet.errors import PluginError
 from trivet.provider import Component
@@ -60,12 +60,13 @@ class Catalog:
     def option_models(self, *, bundled_only: bool = False) -> dict[str, dict[str, type[BaseModel] | None]]:
         """Role → provider name → option model, for the schema of configurations and for flat arguments.
 
-        A model that cannot be imported is reported as its plugin's problem and left out.
+        ``bundled_only`` leaves out other distributions' providers, but not an embedder's. A model that cannot be
+        imported is reported as its plugin's problem and left out.
         """
         models: dict[str, dict[str, type[BaseModel] | None]] = {}
         for role in CARDINALITY:
             for offer in self.offers(role):
-                if bundled_only and offer.plugin.origin is not Origin.BUNDLED:
+                if bundled_only and offer.plugin.origin is Origin.INSTALLED:
                     continue
                 try:
                     declared = offer.provider.options if offer.provider else None
@@ -75,3 +76,31 @@ class Catalog:
                     continue
                 models.setdefault(role, {}).setdefault(offer.name, model)
         return models
+
+
+def known_flat_names(
+    objects: Sequence[object] = (), selections: Mapping[str, Any] | None = None
+) -> dict[str, list[tuple[str, str]]]:
+    """The flat arguments (``max_num_seqs``) that may be used: name → ``(role, option)`` pairs.
+
+    They are declared by the option models of the bundled plugins, of ``objects``, and of the providers that
+    ``selections`` names (the ``plugins`` section of a configuration, in any of its forms). Another installed plugin is
+    not active, so its names are neither taken nor in the way.
+    """
+    from trivet_schemas.options import collect_flat_names
+
+    catalog = Catalog(objects)
+    models = catalog.option_models(bundled_only=True)
+    for role, known in catalog.option_models().items():
+        for name in _named((selections or {}).get(role)) & known.keys():
+            models.setdefault(role, {})[name] = known[name]
+    return collect_flat_names(models)
+
+
+def _named(selection: Any) -> set[str]:
+    found = set()
+    for item in selection if isinstance(selection, list | tuple) else [selection]:
+        name = item.get("use") if isinstance(item, Mapping) else getattr(item, "use", item)
+        if isinstance(name, str):
+            found.add(name)
+    return found

@@ -44,7 +44,7 @@ class _Built(Context):
         self._lock = threading.RLock()
 
     def get(self, role: str) -> Any:
-        """The provider object of a role that takes one, built on first use; None for an optional role without provider."""
+        """The provider object of a role that takes one, built on first use; None for an optional role without one."""
         cardinality = self._cardinality(role)
         if cardinality not in {Cardinality.ONE, Cardinality.OPTIONAL}:
             raise PluginError(f"role {role!r} takes several providers; use all({role!r})")
@@ -76,11 +76,12 @@ class _Built(Context):
         return factory(**keywords)
 
     def options(self, plugin: str) -> dict[str, Any]:
-        """The options of a provider or extension, validated and with defaults when it declares a model; empty if it has none."""
+        """The options of a provider or extension, with defaults when it declares a model; empty if it has none."""
         return self.registry.options(plugin)
 
     def hook(self, name: str) -> Callable[..., Any]:
-        """The caller of a hook that a plugin offers through ``trivet_add_hookspecs``; Trivet's own are called by the engine alone."""
+        """The caller of a hook that a plugin offers through ``trivet_add_hookspecs``, by keywords; Trivet's own hooks
+        are called by the engine alone."""
         if self.manager is None:
             raise PluginError(f"hook {name!r} cannot be called before the freeze")
         offered = self.registry.offered_hooks()
@@ -102,7 +103,7 @@ class _Built(Context):
         if role in _APART[self.side]:
             other = Side.WORKER if self.side is Side.ENGINE else Side.ENGINE
             raise PluginError(
-                f"role {role!r} lives on the {other.value}'s side; its objects are not in reach of the {self.side.value}"
+                f"role {role!r} lives on the {other.value}'s side, out of reach of the {self.side.value}'s context"
             )
         return CARDINALITY[role]
 
@@ -153,12 +154,14 @@ def _options_of(choice: Choice) -> Any:
 
 
 class EngineContextImpl(_Built, EngineContext):
-    """The engine's context. The engine sets ``table``, ``planner``, ``max_model_len``, ``on_hold`` and ``on_release``."""
+    """The engine's context. The engine sets ``table``, ``planner``, ``max_model_len``, ``on_hold``, ``on_release``."""
 
     def __init__(self, registry: Registry) -> None:
         super().__init__(registry)
         self.on_hold: Callable[[str, Hold], None] | None = None
         self.on_release: Callable[[str, str, str], None] | None = None
+        #: keywords of :meth:`Registry.worker_context`, for executors whose workers are in other processes
+        self.worker_sizes: dict[str, int | None] = {}
 
     def hold(self, request_id: str, hold: Hold) -> None:
         """Keep a request from being scheduled until :meth:`release`."""
@@ -172,9 +175,20 @@ class EngineContextImpl(_Built, EngineContext):
             raise RuntimeError("requests can be released once the engine runs")
         self.on_release(request_id, plugin, kind)
 
-    def worker_context(self, **settings: Any) -> WorkerContextImpl:
-        """See :meth:`Registry.worker_context`."""
-        return self.registry.worker_context(**settings)
+    def prepare_workers(
+        self, *, max_num_seqs: int, max_num_batched_tokens: int, tokenizer_size: int | None = None
+    ) -> None:
+        """Fix the sizes that every worker is built for; called by the engine before the executor starts."""
+        self.worker_sizes = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "tokenizer_size": tokenizer_size,
+        }
+
+    def worker_context(self, *, rank: int = 0, world_size: int = 1, device: str | None = None) -> WorkerContextImpl:
+        """A worker's context in this process, with the sizes of :meth:`prepare_workers`."""
+        sizes: Any = self.worker_sizes
+        return self.registry.worker_context(rank=rank, world_size=world_size, device=device, **sizes)
 
     def plugin_set(self) -> PluginSet:
         """See :meth:`Registry.plugin_set`."""
@@ -189,7 +203,7 @@ class EngineContextImpl(_Built, EngineContext):
 
 
 class WorkerContextImpl(_Built, WorkerContext):
-    """A worker's context. In the engine's process it shares the engine's tokenizer; everything else it builds itself."""
+    """A worker's context. In the engine's process it shares the engine's tokenizer and builds everything else."""
 
     hooks: WorkerHooks
 

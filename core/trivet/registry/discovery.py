@@ -1,4 +1,4 @@
-"""Find plugins: entry points of the group ``trivet`` and the objects that an embedder passes. Nothing is activated here."""
+"""Find plugins: entry points of the group ``trivet`` and the objects of an embedder. Nothing is activated here."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ BUNDLED_DISTRIBUTION = "trivet"
 def discover_installed() -> list[Plugin]:
     """A record per entry point, the bundled ones first, then by distribution and name.
 
-    Every entry point's module is imported, because only it knows the names of its providers, and two providers with one name
-    must be found. A module that cannot be imported is recorded with its exception and is no obstacle until it is used.
+    Every entry point's module is imported, because only it knows the names of its providers, and two providers with
+    one name must be found. A module that cannot be imported is recorded with its exception and is no obstacle until it
+    is used.
     """
     found = sorted(_entry_points(), key=lambda item: (item[0].name != BUNDLED_DISTRIBUTION, item[0].name, item[1].name))
     return [_load(distribution, entry_point) for distribution, entry_point in found]
@@ -70,8 +71,8 @@ def _load(distribution: Distribution, entry_point: EntryPoint) -> Plugin:
         )
     elif not isinstance(target, ModuleType):
         plugin.report(
-            f"entry point {entry_point.name!r} names an object of class {type(target).__qualname__}, which all engines of the "
-            f"process would share; name a module and let its trivet_extend build objects for each engine"
+            f"entry point {entry_point.name!r} names an object of class {type(target).__qualname__}, which all "
+            f"engines of the process would share; name a module and let its trivet_extend build objects for each engine"
         )
     else:
         plugin.target = target
@@ -79,7 +80,7 @@ def _load(distribution: Distribution, entry_point: EntryPoint) -> Plugin:
 
 
 def describe_objects(plugins: Sequence[object], origin: Origin = Origin.OBJECT, *, prefix: str = "") -> list[Plugin]:
-    """A record per object: a module or instance with hook implementations, a role's object, a Provider or a Component."""
+    """A record per object: a module or instance with hook implementations, a role's object, a descriptor."""
     names: Counter[str] = Counter()
     records = []
     for target in plugins:
@@ -115,7 +116,7 @@ def _describe(name: str, target: Any, origin: Origin) -> Plugin:
         plugin.report(f"{', '.join(unmarked)} must be marked with @trivet.hookspecs.hookimpl")
     else:
         plugin.report(
-            f"{target!r} has no hook implementation (a function marked with @trivet.hookspecs.hookimpl) and is no object "
-            f"of a role (a class derived from one in trivet.roles)"
+            f"{target!r} has no hook implementation (a function marked with @trivet.hookspecs.hookimpl) and is no "
+            f"object of a role (a class derived from one in trivet.roles)"
         )
     return plugin

@@ -67,8 +67,8 @@ def load_factory(offer: Offer) -> Callable[..., Any]:
     """The factory of a descriptor, checked as far as possible without calling it.
 
     Raises:
-        PluginError: The path does not import, or the class is not one of the role's, leaves methods abstract, or cannot be
-            called as ``factory(context, options)``.
+        PluginError: The path does not import, or the class is not one of the role's, leaves methods abstract, or
+            cannot be called as ``factory(context, options)``.
     """
     provider = offer.provider
     if provider is None:
@@ -114,6 +114,6 @@ def load_options_model(declared: Any, plugin: Plugin, where: str) -> type[BaseMo
     model = load(declared, f"{plugin.label}: options of {where}") if isinstance(declared, str) else declared
     if not (inspect.isclass(model) and issubclass(model, Options)):
         raise PluginError(
-            f"{plugin.label}: options of {where} must be a class derived from trivet_schemas.options.Options, got {model!r}"
+            f"{plugin.label}: options of {where} must be a subclass of trivet_schemas.options.Options, got {model!r}"
         )
     return model

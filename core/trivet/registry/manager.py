@@ -75,7 +75,7 @@ class Manager(pluggy.PluginManager):
 
 
 class Guard:
-    """Stands for one plugin's wrapper of one phase: checks what it returns, names it in exceptions, counts and times it."""
+    """Stands for one plugin's wrapper of one phase: checks its result, names it in exceptions, counts and times it."""
 
     def __init__(self, plugin: Plugin, impl: HookImpl, stats: HookStats) -> None:
         self._plugin, self._impl, self._stats = plugin, impl, stats
@@ -122,7 +122,7 @@ class Guard:
                 self._name(exc)
             raise
         controller.close()
-        self._fail("has a second yield")
+        return self._fail("has a second yield")
 
     def _check(self, returned: Any, outcome: Any, failure: BaseException | None) -> None:
         hook = self._impl.hook
@@ -131,9 +131,7 @@ class Guard:
         if hook in _SAME_RESULT and failure is not None:
             self._fail(f"hid the exception {type(failure).__name__}: {failure}; let it pass", failure)
         if hook in _SAME_RESULT and returned is not outcome:
-            self._fail(
-                f"returned another {type(outcome).__name__} than it got from yield, which is read-only; return that very object"
-            )
+            self._fail(f"returned another {type(outcome).__name__} than it got from yield; return that very object")
         expected = _result_type(hook)
         if expected is not None and not isinstance(returned, expected):
             self._fail(f"returned {type(returned).__name__}, expected {expected.__name__}")
@@ -162,7 +160,10 @@ def _result_type(hook: str) -> type | None:
 
 
 def _guard(plugin: Plugin, impl: HookImpl, stats: HookStats) -> Guard:
-    """A guard with one wrapper under the hook's name; pluggy reads argument names from the function, so each hook has its own."""
+    """A guard with one wrapper under the hook's name.
+
+    Pluggy reads argument names from the function's code, so each hook needs one of its own.
+    """
     guard = Guard(plugin, impl, stats)
     mark = hookspecs.hookimpl(wrapper=True, tryfirst=impl.tryfirst, trylast=impl.trylast)
     setattr(guard, impl.hook, mark(_FUNCTIONS[impl.hook](guard.around)))
@@ -225,7 +226,7 @@ _FUNCTIONS: dict[str, Callable[[_Around], _Around]] = {
 
 
 def build_manager(plugins: Sequence[Plugin], stats: HookStats) -> tuple[Manager, PhaseAdapter]:
-    """Register validated plugins, in order, in a fresh manager: specs first, then the core's adapter, guards and plugins."""
+    """Register validated plugins, in order, in a fresh manager: specs, the core's adapter, then guards and plugins."""
     manager, adapter = Manager(), PhaseAdapter()
     for plugin in plugins:
         for namespace in plugin.specs:
@@ -247,7 +248,7 @@ def wrappers_of(manager: Manager, hook: str) -> list[str]:
 
 
 def compile_observers(plugins: Sequence[Plugin], specs: Mapping[str, tuple[str, ...]]) -> dict[str, list[Observer]]:
-    """Observer hook → its observers in the order of registration, each as a callable of the hook's positional arguments."""
+    """Observer hook → its observers in the order of registration, as callables of the hook's positional arguments."""
     compiled: dict[str, list[Observer]] = {hook: [] for hook in hookspecs.OBSERVER_HOOKS}
     for plugin in plugins:
         for impl in plugin.hooks:

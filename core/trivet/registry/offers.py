@@ -123,7 +123,9 @@ def _role_problem(target: Role) -> str | None:
         return f"class {type(target).__qualname__}: {unknown_name('role', role, ROLE_CLASSES)}"
     expected = ROLE_CLASSES[role]
     if not isinstance(target, expected):
-        return f"class {type(target).__qualname__} says role {role!r} but is not derived from trivet.roles.{expected.__name__}"
+        return (
+            f"{type(target).__qualname__} says role {role!r} but is not derived from trivet.roles.{expected.__name__}"
+        )
     return None
 
 

@@ -30,8 +30,11 @@ class InstalledEntry(TypedDict):
 
 
 class ObjectEntry(TypedDict):
-    """An embedder's object. ``kind``: ``module`` (``path`` is its name), ``object`` (``path`` is ``package.module:Class``, called with
-    ``options`` as keywords), ``provider`` or ``component`` (``options`` are the descriptor's fields)."""
+    """An embedder's object.
+
+    ``kind``: ``module`` (``path`` is its name), ``object`` (``path`` is ``package.module:Class``, called with ``options``
+    as keywords), ``provider`` or ``component`` (``options`` are the descriptor's fields).
+    """
 
     name: str
     kind: str
@@ -65,13 +68,11 @@ def describe_installed(active: Sequence[Plugin]) -> list[InstalledEntry]:
 
 
 def describe_object(plugin: Plugin) -> ObjectEntry:
-    """How a worker can rebuild an embedder's object. Raises :class:`PluginError` when it cannot, saying what is missing."""
+    """How a worker can rebuild an embedder's object. Raises :class:`PluginError` saying what is missing for that."""
     target = plugin.target
     if isinstance(target, ModuleType):
         if sys.modules.get(target.__name__) is not target:
-            raise PluginError(
-                f"{plugin.label}: module {target.__name__!r} cannot be imported by that name in a worker process"
-            )
+            raise PluginError(f"{plugin.label}: module {target.__name__!r} cannot be imported by that name elsewhere")
         return {"name": plugin.name, "kind": "module", "path": target.__name__, "options": {}}
     if isinstance(target, Provider | Component):
         values = {field.name: getattr(target, field.name) for field in fields(target)}

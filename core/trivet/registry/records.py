@@ -1,4 +1,4 @@
-"""What the registry knows about a plugin: where it comes from, which hooks it implements, what it offers, what is wrong."""
+"""What the registry knows about a plugin: where it comes from, its hooks, what it offers, what is wrong with it."""
 
 from __future__ import annotations
 

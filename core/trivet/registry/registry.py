@@ -47,12 +47,12 @@ class Registry:
         plugins: Objects that an embedder passes: modules or instances with hook implementations, objects of a role,
             :class:`~trivet.provider.Provider` and :class:`~trivet.provider.Component` descriptors.
         side: The side that this process is.
-        required: Roles that must have a provider. None: all roles of cardinality one, less those of the worker's side when an
-            executor was passed as an object, which may do without them.
+        required: Roles that must have a provider. None: all roles of cardinality one, less those of the worker's side
+            when an executor was passed as an object, which may do without them.
         pins: See :data:`trivet.registry.selection.Pins`.
 
     Raises:
-        PluginError: With every problem of the plugins that are in use, and every name that the configuration cannot have.
+        PluginError: With every problem of the plugins that are in use, and every wrong name in the configuration.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Registry:
         self._stopped: set[int] = set()
         self._frozen: Manager | None = None
         self._extensions: list[Plugin] = []
+        self._workers: list[WorkerContextImpl] = []
         self.engine_context = EngineContextImpl(self)
         if required is None:
             required = self._default_required()
@@ -83,7 +84,7 @@ class Registry:
 
     @classmethod
     def from_plugin_set(cls, data: PluginSet, *, side: Side = Side.WORKER) -> Registry:
-        """The registry that ``data`` describes. Raises :class:`PluginError` if this process has other plugins or versions."""
+        """The registry that ``data`` describes. Raises :class:`PluginError` if plugins or versions differ here."""
         from trivet_schemas.config import EngineConfig
 
         objects = []
@@ -251,10 +252,11 @@ class Registry:
         manager, adapter, _ = self._assemble(context)
         wrapped = {phase: wrappers_of(manager, f"trivet_{phase}") for phase in WorkerHooks.phases}
         context.hooks = WorkerHooks(manager, adapter, wrapped, self.stats)
+        self._workers.append(context)
         return context
 
     def _needed(self, side: Side) -> list[str]:
-        """Roles of a side whose objects will be built: not front ends, which an engine used from Python never starts."""
+        """Roles of a side whose objects will be built: not front ends, which an engine in Python never starts."""
         needed = self._selector.required.union(self.config.plugins) - {"frontend"}
         return [role for role in CARDINALITY if ROLE_SIDES[role] is side and role in needed]
 
@@ -329,7 +331,7 @@ class Registry:
         return [report_role(selection) for selection in self._selector.roles.values()]
 
     def plugins(self) -> list[PluginReport]:
-        """A record per plugin: all that were discovered, those that failed included, then what ``trivet_extend`` built."""
+        """A record per plugin: all that were discovered, also those that failed, then what ``trivet_extend`` built."""
         order = self.hook_order()
         return [report_plugin(plugin, self.active, order) for plugin in [*self._catalog.plugins, *self._extensions]]
 
@@ -349,6 +351,12 @@ class Registry:
     def offered_hooks(self) -> list[str]:
         """Hooks that active plugins offer to others."""
         return self._catalog.hooks_of(self._selector.active)
+
+    def shutdown(self) -> None:
+        """Shut down what the contexts built: the engine's (its executor ends its workers), then workers left over."""
+        self.engine_context.shutdown_all()
+        while self._workers:
+            self._workers.pop().shutdown_all()
 
     def shut_down(self, label: str, instance: Any) -> None:
         """Shut an object down, once. An exception is logged, so that the others are still shut down."""

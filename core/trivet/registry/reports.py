@@ -52,7 +52,7 @@ class RoleReport:
 
 @dataclass(frozen=True, slots=True)
 class HookReport:
-    """A hook that a plugin implements. ``order`` is its place among all active plugins' calls, from 1; None if inactive."""
+    """A hook that a plugin implements. ``order`` is its place among the active plugins', from 1; None if inactive."""
 
     hook: str
     kind: str  #: provides | wraps | observes | extends (a hook that another plugin offers)

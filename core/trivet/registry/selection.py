@@ -138,7 +138,7 @@ class Selector:
         elif objects and use not in {AUTO, objects[0].name}:
             self._fail(
                 path,
-                f"role {role!r} takes one provider, got {use!r} here and {objects[0].plugin.label} as an object; drop one",
+                f"role {role!r} takes one provider, got {use!r} and the object {objects[0].plugin.label}; drop one",
             )
         elif objects:
             self._choose(selection, objects[0], "passed as an object", path, options)
@@ -197,7 +197,9 @@ class Selector:
         if others:
             text += f"; {use!r} is a provider of role {listed(others)}"
         elif any(plugin.name == use and plugin.target is not None for plugin in plugins):
-            text += f"; plugin {use!r} offers no provider of this role (one that wraps or observes goes under plugins.{EXTENSION})"
+            text += (
+                f"; plugin {use!r} offers none for this role (what wraps or observes goes under plugins.{EXTENSION})"
+            )
         notes = [plugin.problems[0] for plugin in plugins if plugin.problems and not plugin.offers]
         text += "".join(f"; note: {note}" for note in notes)
         self._fail(path, text)
@@ -255,16 +257,16 @@ class Selector:
             text += f"; {offer.label} is installed: set plugins.{role}.use to {offer.name!r}"
         wanted = set(BUNDLED_PACKAGES.get(role, ()))
         failed = [plugin for plugin in self._catalog.plugins if plugin.failure is not None]
-        failed = [p for p in failed if p.origin is Origin.INSTALLED or (p.entry_point or "").partition(".")[0] in wanted]
+        failed = [
+            p for p in failed if p.origin is Origin.INSTALLED or (p.entry_point or "").partition(".")[0] in wanted
+        ]
         return text + "".join(f"; note: {plugin.problems[0]}" for plugin in failed)
 
     def _choose(self, selection: RoleSelection, offer: Offer, why: str, path: str, options: dict[str, Any]) -> None:
         model = None
         if offer.provider is None:
             for key in options:
-                self._fail(
-                    f"{path}.{key}", f"{offer.plugin.label} was passed as an object, which takes no options from here"
-                )
+                self._fail(f"{path}.{key}", f"{offer.plugin.label} is an object, which takes no options")
         else:
             model = self._options(offer.provider.options, offer.plugin, f"provider {offer.name!r}", path, options)
         selection.choices.append(Choice(offer, why, path, options, model))
@@ -347,7 +349,7 @@ class Selector:
         return data
 
     def _active_plugins(self) -> list[Plugin]:
-        """In the order of registration: plugins of selected providers by role, extensions, then the embedder's objects."""
+        """In the order of registration: plugins of selected providers by role, extensions, the embedder's objects."""
         plugins = [choice.offer.plugin for selection in self.roles.values() for choice in selection.choices]
         plugins = [plugin for plugin in plugins if plugin.origin is not Origin.OBJECT]
         plugins += [extension.plugin for extension in self.extensions if extension.plugin.origin is not Origin.OBJECT]

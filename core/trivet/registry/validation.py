@@ -1,7 +1,7 @@
 """Validation of hook implementations, over static attributes: no code of a plugin runs, and all problems are reported.
 
-pluggy checks less: it accepts a misspelt argument that has a default (and never fills it), ignores keyword-only arguments, runs
-a wrapper that is no generator until the first call, and stops at the first problem.
+pluggy checks less: it accepts a misspelt argument that has a default (and never fills it), ignores keyword-only
+arguments, lets a wrapper return nothing, and stops at the first problem.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trivet_schemas.errors import suggestion
 PHASE_HOOKS = (*hookspecs.ENGINE_PHASES, *hookspecs.WORKER_PHASES)
 
 DEPRECATION_POLICY = (
-    "The plugin interface has a version (major, minor). A minor version only adds; what is to go is first marked deprecated, "
-    "warns for at least two minor versions, and is removed with the next major version. A plugin works when its major version "
-    "equals Trivet's and its minor version is not higher."
+    "The plugin interface has a version (major, minor). A minor version only adds; what is to go is first marked "
+    "deprecated, warns for at least two minor versions, and is removed with the next major version. A plugin works "
+    "when its major version equals Trivet's and its minor version is not higher."
 )
 
 _IMPL = f"{hookspecs.PROJECT}_impl"
@@ -98,7 +98,7 @@ def scan(plugin: Plugin) -> None:
             plugin.report(f"{hook} at {place} is async; hooks are called on the engine's thread and cannot be awaited")
         elif wrapper and not inspect.isgeneratorfunction(function):
             plugin.report(
-                f"{hook} at {place} is marked as a wrapper but has no yield; write `result = yield`, then `return result`"
+                f"{hook} at {place} is marked as a wrapper but has no yield; write `result = yield; return result`"
             )
         elif not wrapper and inspect.isgeneratorfunction(function):
             plugin.report(f"{hook} at {place} has a yield but is no wrapper; mark it with hookimpl(wrapper=True)")
