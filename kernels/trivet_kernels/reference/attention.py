@@ -31,7 +31,7 @@ _MAX_SCORES = 1 << 24
 
 
 class _Row(NamedTuple):
-    """A row of the step: its queries are tokens from ``first`` on; they see keys from position ``low`` to ``seq_len``."""
+    """A row of the step: its queries are tokens from ``first`` on and see keys from position ``low`` to ``seq_len``."""
 
     number: int
     first: int
@@ -138,14 +138,14 @@ def paged_attention(
 
     Args:
         query: ``[num_tokens, num_heads, head_dim]``; heads ``g * num_heads / num_kv_heads …`` share key head ``g``.
-        key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` in the query's dtype.
-        value_cache: ``[num_blocks, block_size, num_kv_heads, v_head_dim]`` in the query's dtype.
+        key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``; what is read is converted to the query's dtype.
+        value_cache: ``[num_blocks, block_size, num_kv_heads, v_head_dim]``, likewise.
         plan: From :func:`plan_attention`.
         scale: Factor of the scores.
         softcap: ``c`` of ``c * tanh(score / c)``, applied before masks; None: none.
         sinks: ``[num_heads]`` logits that take part in the softmax's denominator only; None: none.
-        key: The step's own keys ``[num_tokens, num_kv_heads, head_dim]``: rows without earlier context use them in
-            place of reading the cache. They must equal what was written there.
+        key: The step's own keys ``[num_tokens, num_kv_heads, head_dim]`` in the query's dtype: rows without earlier
+            context use them in place of reading the cache. They must equal what was written there.
         value: The step's own values, given if ``key`` is.
 
     Returns:
@@ -161,7 +161,7 @@ def paged_attention(
         if key is not None and value is not None and long_row.fresh:
             keys, values = key[tokens], value[tokens]
         else:
-            keys, values = read_tokens(key_cache, long_row.keys), read_tokens(value_cache, long_row.keys)
+            keys, values = _read(key_cache, long_row.keys, query), _read(value_cache, long_row.keys, query)
         _attend_long_row(query[tokens], keys, values, long_row, extras, out[tokens])
     return out
 
@@ -267,12 +267,16 @@ def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
+def _read(cache: Tensor, positions: Tensor, like: Tensor) -> Tensor:
+    return read_tokens(cache, positions).to(like.dtype)
+
+
 def _attend_batch(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: _Batch, extras: _Extras) -> Tensor:
     """``[n * q, num_heads, v_head_dim]`` for the batch's own tokens ``[n * q, num_heads, head_dim]``."""
     num_kv_heads = key_cache.shape[2]
     num_rows, group = len(batch.tokens) // batch.num_queries, query.shape[1] // num_kv_heads
-    keys = read_tokens(key_cache, batch.keys).view(num_rows, -1, *key_cache.shape[2:]).transpose(1, 2)
-    values = read_tokens(value_cache, batch.keys).view(num_rows, -1, *value_cache.shape[2:]).transpose(1, 2)
+    keys = _read(key_cache, batch.keys, query).view(num_rows, -1, *key_cache.shape[2:]).transpose(1, 2)
+    values = _read(value_cache, batch.keys, query).view(num_rows, -1, *value_cache.shape[2:]).transpose(1, 2)
     # The heads of a group become queries of their shared key head, so keys are read once and never repeated.
     grouped = query.view(num_rows, batch.num_queries, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4)
     bias = batch.bias(query.dtype if extras.fused else _wide(query.dtype), group)

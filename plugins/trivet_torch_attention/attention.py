@@ -1,0 +1,176 @@
+"""The attention provider ``torch``: storage of the KV cache, and the plain PyTorch kernels over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trivet.errors import CacheMemoryError
+from trivet.roles import Attention, AttentionSupport
+from trivet_kernels.reference import cache as kernels
+from trivet_kernels.reference.attention import AttentionPlan, paged_attention, plan_attention
+
+if TYPE_CHECKING:
+    from trivet.context import WorkerContext
+    from trivet.roles import AttentionMetadata, KVLayout, KVStorage, LayerKVSpec
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KINDS = ("full", "sliding")
+
+
+class TorchAttention(Attention):
+    """Paged attention by PyTorch's own operations, the reference of every faster provider.
+
+    Works on any device, with any block size, and with windows, soft caps, sinks, trees of drafts and value heads of
+    another size than the key heads.
+    """
+
+    def __init__(self, context: WorkerContext, options: None = None) -> None:
+        self._context = context
+        self._kv: dict[int, tuple[Tensor, Tensor]] = {}
+        self._groups: dict[int, tuple[int, ...]] = {}
+
+    def support(self, spec: LayerKVSpec) -> AttentionSupport:
+        problem = None
+        if spec.kind not in _KINDS:
+            problem = (
+                f"layer {spec.layer} is of kind {spec.kind!r}, and this attention serves {' and '.join(_KINDS)} only"
+            )
+        elif spec.dtype not in _DTYPES:
+            problem = f"a KV cache in {spec.dtype} is not supported, only in {', '.join(_DTYPES)}"
+        return AttentionSupport(dtypes=tuple(_DTYPES), problem=problem)
+
+    def allocate(self, layout: KVLayout) -> None:
+        """Raises :class:`trivet.errors.CacheMemoryError` when the memory is not there."""
+        specs = {spec.layer: spec for spec in layout.specs}
+        sizes = {layer: group.block_size for group in layout.groups for layer in group.layers}
+        self._groups = {group.index: group.layers for group in layout.groups}
+        try:
+            for storage in layout.storage:
+                self._kv.update(_allocate(storage, specs, sizes, self._context.device))
+        except RuntimeError as exc:
+            self._kv.clear()
+            raise CacheMemoryError(
+                f"the KV cache of {layout.num_bytes / 2**20:.0f} MiB does not fit into the memory of "
+                f"{self._context.device}; set plugins.cache.memory lower"
+            ) from exc
+
+    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._kv[layer]
+
+    def prepare(self, meta: AttentionMetadata) -> None:
+        # Layers of a group may differ in their windows; a plan is made when the first layer asks for one.
+        meta.prepared = {}
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        key_cache, value_cache = self._kv[layer]
+        kernels.reshape_and_cache(key, value, key_cache, value_cache, meta.slot_mapping)
+        # What was written and what is used in its stead must be the same numbers.
+        as_cached = query.dtype == key.dtype == value.dtype == key_cache.dtype
+        return paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            _plan(meta, window),
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            key=key if as_cached else None,
+            value=value if as_cached else None,
+        )
+
+    def copy_blocks(self, group: int, pairs: Any) -> None:
+        for cache in self._caches(group):
+            kernels.copy_blocks(cache, pairs)
+
+    def zero_blocks(self, group: int, blocks: Any) -> None:
+        for cache in self._caches(group):
+            kernels.zero_blocks(cache, blocks)
+
+    def move_tokens(self, group: int, source: Any, destination: Any) -> None:
+        for cache in self._caches(group):
+            kernels.move_tokens(cache, source, destination)
+
+    def shutdown(self) -> None:
+        self._kv.clear()
+
+    def _caches(self, group: int) -> list[Tensor]:
+        return [cache for layer in self._groups[group] for cache in self._kv[layer]]
+
+
+def _plan(meta: AttentionMetadata, window: int | None) -> AttentionPlan:
+    """The step's plan for a window, made once for all layers that have it."""
+    if meta.prepared is None:
+        meta.prepared = {}
+    plans: dict[int | None, AttentionPlan] = meta.prepared
+    if window is not None and window >= meta.max_seq_len:
+        window = None
+    if window not in plans:
+        plans[window] = plan_attention(
+            meta.query_start,
+            meta.seq_lens,
+            meta.block_table,
+            meta.block_size,
+            window=window,
+            tree_lens=meta.tree_lens,
+            tree_mask=meta.tree_mask,
+        )
+    return plans[window]
+
+
+def _allocate(
+    storage: KVStorage, specs: dict[int, LayerKVSpec], block_sizes: dict[int, int], device: str
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """The keys and values of the layers of one buffer, as views ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+
+    A page holds a block's keys, then its values. Where the layers' shapes allow it without taking more memory, all keys
+    come first and then all values, which makes tokens follow each other through the whole buffer.
+    """
+    shapes: dict[int, tuple[tuple[int, int, int], tuple[int, int, int], torch.dtype]] = {}
+    sizes: dict[int, tuple[int, int]] = {}
+    for layer in storage.layers:
+        spec, block_size, dtype = specs[layer], block_sizes[layer], _DTYPES[specs[layer].dtype]
+        key = (block_size, spec.num_kv_heads, spec.head_dim)
+        value = (block_size, spec.num_kv_heads, spec.v_head_dim or spec.head_dim)
+        shapes[layer] = key, value, dtype
+        sizes[layer] = torch.Size(key).numel() * dtype.itemsize, torch.Size(value).numel() * dtype.itemsize
+    page = _aligned(max(key + value for key, value in sizes.values()))
+    key_page = _aligned(max(key for key, _ in sizes.values()))
+    value_page = _aligned(max(value for _, value in sizes.values()))
+    if key_page + value_page <= page:
+        keys = torch.zeros(storage.num_blocks, key_page, dtype=torch.uint8, device=device)
+        values = torch.zeros(storage.num_blocks, value_page, dtype=torch.uint8, device=device)
+        return {
+            layer: (_view(keys, 0, key, dtype), _view(values, 0, value, dtype))
+            for layer, (key, value, dtype) in shapes.items()
+        }
+    pages = torch.zeros(storage.num_blocks, page, dtype=torch.uint8, device=device)
+    return {
+        layer: (_view(pages, 0, key, dtype), _view(pages, sizes[layer][0], value, dtype))
+        for layer, (key, value, dtype) in shapes.items()
+    }
+
+
+def _aligned(size: int) -> int:
+    """``size`` bytes rounded up, so that every page begins at a multiple of every item size."""
+    return -(-size // 4) * 4
+
+
+def _view(pages: Tensor, start: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """``[num_blocks, *shape]`` view of what begins at byte ``start`` of each page."""
+    first, count = start // dtype.itemsize, torch.Size(shape).numel()
+    return pages.view(dtype)[:, first : first + count].view(len(pages), *shape)
