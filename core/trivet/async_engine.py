@@ -1,0 +1,422 @@
+"""Serving: an engine for many concurrent consumers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from trivet.engine_thread import EngineThread
+from trivet.errors import EngineUnhealthyError, RequestError
+from trivet.output.merge import merge_outputs
+from trivet.output.stage import Output, OutputStage
+from trivet.output.thread import OutputThread
+from trivet.submission import AnyParams, Preparer, Submission, eos_token_ids
+from trivet_schemas.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from trivet_schemas.sampling import PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trivet.engine import Engine
+    from trivet.roles.model import ModelInfo
+    from trivet.roles.scheduler import Wait
+    from trivet.roles.tokenizer import Tokenizer
+    from trivet.state import Request
+    from trivet_schemas.config import EngineConfig
+    from trivet_schemas.prompts import PromptType
+
+
+class _Stream:
+    """What waits for one consumer. Filled by the output thread, emptied in the consumer's event loop."""
+
+    def __init__(self, submission: Submission) -> None:
+        self.submission = submission
+        self.loop = asyncio.get_running_loop()
+        self.arrived = asyncio.Event()
+        self.finished = False
+        self._lock = threading.Lock()
+        self._waiting: Output | None = None
+        self._error: Exception | None = None
+
+    def put(self, output: Output) -> None:
+        with self._lock:
+            waiting = self._waiting
+            self._waiting = output if waiting is None else merge_outputs(waiting, output, self.submission.output_kind)
+
+    def fail(self, error: Exception) -> None:
+        with self._lock:
+            self._error = error
+
+    async def next(self) -> Output:
+        while True:
+            self.arrived.clear()
+            with self._lock:
+                output, self._waiting = self._waiting, None
+                error = None if output is not None else self._error
+            if output is not None:
+                self.finished = output.finished
+                return output
+            if error is not None:
+                self.finished = True
+                raise error
+            await self.arrived.wait()
+
+
+class AsyncEngine:
+    """An engine that serves any number of concurrent requests, from any number of event loops and threads.
+
+    ::
+
+        async with AsyncEngine("config.yaml") as engine:
+            async for output in engine.generate("Once upon a time", SamplingParams(output_kind="delta")):
+                print(output.outputs[0].text, end="")
+
+    The engine runs on its own thread and sleeps while there is nothing to do; text is made on another thread. A
+    consumer that is slower than the model gets fewer, larger outputs.
+    """
+
+    def __init__(self, config: EngineConfig | Mapping[str, Any] | str | Path, plugins: Sequence[object] = ()) -> None:
+        """Prepare; nothing is loaded before :meth:`start`.
+
+        Args:
+            config: A YAML file, a mapping like one, or a configuration.
+            plugins: Plugin objects, as for :class:`trivet.Engine`.
+        """
+        self._make = lambda: _make_engine(config, plugins)
+        self._thread: EngineThread | None = None
+        self._output: OutputThread | None = None
+        self._preparer: Preparer | None = None
+        self._engine: Engine | None = None
+        self._fault: str | None = None
+        self._starting = threading.Lock()
+        self._active: dict[str, Submission] = {}  # requests whose last output was not delivered
+        self._streams: dict[str, _Stream] = {}  # touched by the output thread alone
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> Self:
+        """Use an engine that nothing else uses; it is shut down with this object."""
+        this = cls({})
+        this._make = lambda: engine
+        return this
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Build the engine on its thread and wait until it is ready. Further calls wait for the same start.
+
+        Raises:
+            trivet.errors.TrivetError: As :class:`trivet.Engine` does.
+        """
+        with self._starting:
+            if self._thread is None:
+                self._thread = EngineThread(
+                    self._make,
+                    ready=self._ready,
+                    publish=self._publish,
+                    closing=self._abort_all,
+                    closed=self._closed,
+                )
+        await asyncio.wrap_future(self._thread.started)
+
+    async def shutdown(self) -> None:
+        """Abort what is unfinished, whose streams end with finish reason ``abort``, and stop. May be called again."""
+        thread = self._thread
+        if thread is not None:
+            thread.close()
+            await asyncio.to_thread(thread.join)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.shutdown()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread is not None and self._thread.running and self.fault is None
+
+    @property
+    def fault(self) -> str | None:
+        """What made the engine unhealthy, or None."""
+        return self._fault or (None if self._engine is None else self._engine.fault)
+
+    async def check_health(self) -> None:
+        """Raise :class:`EngineUnhealthyError` unless requests are taken."""
+        if self.fault is not None:
+            raise EngineUnhealthyError(f"the engine stopped after a fault and must be restarted: {self.fault}")
+        if not self.is_running:
+            raise EngineUnhealthyError("the engine is not running")
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; to be called only on its thread, see :meth:`call`. Raises RuntimeError before the start."""
+        if self._engine is None:
+            raise RuntimeError("the engine has not been started; call start() first")
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, which any thread may use; None when the engine has none."""
+        return self.engine.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration."""
+        return self.engine.config
+
+    @property
+    def model(self) -> ModelInfo:
+        """Facts about the model."""
+        return self.engine.model
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.engine.max_model_len
+
+    # ------------------------------------------------------------------ requests
+
+    def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate for one prompt and yield outputs as ``sampling_params.output_kind`` says, the last one ``finished``.
+
+        Leaving the iteration early, or cancelling the task, aborts the request. A request that fails while it runs, or
+        that an unhealthy engine takes with it, ends with an output of finish reason ``error`` and the message in
+        ``error``.
+
+        Args:
+            prompt: Text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
+            sampling_params: None: the defaults.
+            request_id: Unique among unfinished requests; None makes one.
+            priority: Lower runs first under a scheduling policy that looks at it; None: the parameters' own.
+
+        Raises:
+            RequestError: If the request is refused; when the iteration begins, like the next.
+            EngineUnhealthyError: If the engine is not running.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return cast("AsyncGenerator[RequestOutput, None]", self._run(lambda _: prompt, params, request_id, priority))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation; ``template`` (tools, ...) goes to :meth:`trivet.roles.Tokenizer.chat`."""
+
+        def prompt(preparer: Preparer) -> PromptType:
+            tokenizer = preparer.tokenizer
+            text = tokenizer.chat(messages, **template)
+            return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return cast("AsyncGenerator[RequestOutput, None]", self._run(prompt, params, request_id, priority))
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Pool the hidden states of a prompt; cancelling the task aborts the request. Raises as :meth:`generate`."""
+        params = PoolingParams() if pooling_params is None else pooling_params
+        outputs = [output async for output in self._run(lambda _: prompt, params, request_id, priority)]
+        return cast("PoolingRequestOutput[PoolingOutput]", outputs[-1])
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; their streams end with finish reason ``abort``. Unknown and finished ids have no effect."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+
+        def abort(engine: Engine) -> None:
+            found = [self._active[i] for i in ids if i in self._active]
+            engine.abort([child for submission in found for child in submission.child_ids])
+
+        if self._thread is not None and self._thread.running:
+            await asyncio.wrap_future(self._thread.call(abort))
+
+    async def explain(self, request_id: str) -> Wait | None:
+        """Why a request does not advance, see :meth:`trivet.Engine.explain`."""
+        await self.check_health()
+        assert self._thread is not None
+        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.explain(request_id)))
+
+    # ------------------------------------------------------------------ inside
+
+    async def _run(
+        self,
+        prompt: Callable[[Preparer], PromptType],
+        params: AnyParams,
+        request_id: str | None,
+        priority: int | None,
+    ) -> AsyncGenerator[Output, None]:
+        arrival = time.monotonic()
+        if self._thread is None:
+            await self.start()
+        await self.check_health()
+        thread, preparer = self._thread, self._preparer
+        assert thread is not None
+        assert preparer is not None
+
+        def prepare() -> Submission:
+            return preparer.prepare(request_id or uuid.uuid4().hex, prompt(preparer), params, priority=priority)
+
+        # Rendering and tokenising a long text takes a while, in which other streams go on.
+        submission = await asyncio.to_thread(prepare)
+        stream = _Stream(submission)
+        try:
+            await asyncio.wrap_future(thread.call(lambda engine: self._admit(engine, stream, arrival)))
+            while not stream.finished:
+                yield await stream.next()
+        finally:
+            if not stream.finished:
+                self._drop(submission)
+
+    def _admit(self, engine: Engine, stream: _Stream, arrival: float) -> None:
+        """On the engine's thread: queue every child, or none."""
+        submission = stream.submission
+        request_id = submission.request_id
+        if request_id in self._active:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request", param="request_id")
+        requests: list[Request] = []
+        try:
+            for index in range(len(submission.children)):
+                requests.append(submission.add(engine, index, arrival_time=arrival))  # noqa: PERF401  # kept if one raises
+        except BaseException:
+            engine.abort([request.request_id for request in requests])
+            raise
+        self._active[request_id] = submission
+
+        def follow(stage: OutputStage) -> None:
+            self._streams[request_id] = stream
+            for index, request in enumerate(requests):
+                stage.add(submission, index, request)
+
+        assert self._output is not None
+        self._output.put(follow)
+
+    def _drop(self, submission: Submission) -> None:
+        """Nobody listens any longer: abort, and make no further output."""
+
+        def forget(stage: OutputStage) -> None:
+            stage.drop(submission)
+            stream = self._streams.get(submission.request_id)
+            if stream is not None and stream.submission is submission:
+                del self._streams[submission.request_id]
+
+        def drop(engine: Engine) -> None:
+            if self._active.get(submission.request_id) is submission:
+                del self._active[submission.request_id]
+                engine.abort(submission.child_ids)
+                assert self._output is not None
+                self._output.put(forget)
+
+        if self._thread is not None:
+            self._thread.post(drop)
+
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def _ready(self, engine: Engine) -> None:
+        self._engine = engine
+        self._preparer = Preparer(engine.tokenizer, engine.config.seed)
+        stage = OutputStage(engine.tokenizer, stop=self._stop, abort=self._abort, eos_token_ids=eos_token_ids(engine))
+        self._output = OutputThread(stage, self._deliver, self._output_failed)
+
+    def _publish(self, events: Any) -> None:
+        assert self._output is not None
+        self._output.put(events)
+
+    def _abort_all(self, engine: Engine) -> None:
+        engine.abort([child for submission in list(self._active.values()) for child in submission.child_ids])
+
+    def _closed(self, reason: str | None) -> None:
+        assert self._output is not None
+        if reason is not None:
+            self._fault = self._fault or reason
+            self._output.put(lambda stage: self._deliver(stage.fail_all(f"the engine stopped after a fault: {reason}")))
+        self._output.close()
+        self._end_streams(EngineUnhealthyError(reason or "the engine has been shut down"))
+
+    # ------------------------------------------------------------------ on the output thread
+
+    def _stop(self, request: Request, num_tokens: int, stop_string: str) -> None:
+        assert self._thread is not None
+
+        def stop(engine: Engine) -> None:
+            if request.finish_reason is None:  # else its id may be in use again
+                engine.stop(request.request_id, num_tokens, stop_string)
+
+        self._thread.post(stop)
+
+    def _abort(self, requests: list[Request]) -> None:
+        assert self._thread is not None
+        self._thread.post(lambda engine: engine.abort([r.request_id for r in requests if r.finish_reason is None]))
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        woken: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            if output.finished:
+                self._forget(stream)
+            stream.put(output)
+            woken.setdefault(stream.loop, []).append(stream)
+        for loop, streams in woken.items():
+            self._wake(loop, streams)
+
+    def _forget(self, stream: _Stream) -> None:
+        request_id = stream.submission.request_id
+        del self._streams[request_id]
+        if self._active.get(request_id) is stream.submission:
+            self._active.pop(request_id, None)
+
+    def _wake(self, loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
+        def wake() -> None:
+            for stream in streams:
+                stream.arrived.set()
+
+        try:
+            loop.call_soon_threadsafe(wake)
+        except RuntimeError:  # the consumers' loop is closed: nobody listens any longer
+            for stream in streams:
+                self._drop(stream.submission)
+
+    def _output_failed(self, error: BaseException) -> None:
+        reason = f"the output stage failed: {type(error).__name__}: {error}"
+        self._fault = self._fault or reason
+        self._end_streams(EngineUnhealthyError(reason))
+        assert self._thread is not None
+        self._thread.close()
+
+    def _end_streams(self, error: Exception) -> None:
+        streams = list(self._streams.values())
+        self._streams.clear()
+        for stream in streams:
+            stream.fail(error)
+            self._wake(stream.loop, [stream])
+
+
+def _make_engine(config: Any, plugins: Sequence[object]) -> Engine:
+    from trivet.engine import Engine
+
+    return Engine(config, plugins)

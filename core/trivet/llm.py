@@ -1,0 +1,363 @@
+"""Offline generation: the calls of vLLM's ``LLM`` class."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from trivet.batch import run_batch
+from trivet.engine import Engine
+from trivet.errors import RequestError
+from trivet.output.stage import Output, OutputStage
+from trivet.submission import AnyParams, Preparer, Submission, eos_token_ids, single_prompt
+from trivet_schemas.errors import ParameterError
+from trivet_schemas.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from trivet_schemas.sampling import PoolingParams, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from trivet.roles.tokenizer import Tokenizer
+    from trivet_schemas.config import EngineConfig
+    from trivet_schemas.prompts import PromptType
+
+Message = Mapping[str, Any]
+UseTqdm = bool | Callable[..., Any]
+
+
+class LLM:
+    """A model that answers batches of prompts.
+
+    ::
+
+        llm = LLM("Qwen/Qwen3-0.6B", max_num_seqs=16)
+        for output in llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8)):
+            print(output.outputs[0].text)
+
+    Calls are thread-safe and run one after the other. Use it as a context manager, or call :meth:`shutdown`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        dtype: str = "auto",
+        seed: int = 0,
+        max_model_len: int | None = None,
+        revision: str | None = None,
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
+        plugins: Mapping[str, Any] | Sequence[object] = (),
+        **options: Any,
+    ) -> None:
+        """Load a model and start the engine.
+
+        Args:
+            model: Hub id, folder, GGUF file, or ``demo``.
+            tokenizer: Where the tokenizer is, if not with the model.
+            dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+            seed: Seeds what requests without a seed of their own draw.
+            max_model_len: Most tokens of prompt and output together; None takes the model's limit.
+            revision: Branch, tag or commit of the model on the hub.
+            device: ``auto`` or a torch device.
+            trust_remote_code: Run Python code that comes with the model.
+            chat_template: A file or the Jinja text; None takes the tokenizer's.
+            plugins: Either the ``plugins`` section of a configuration (role → name or mapping), or plugin objects.
+            options: Flat arguments that plugins declare (``max_num_seqs``, ``enable_prefix_caching``, …).
+
+        Raises:
+            trivet_schemas.errors.ConfigError: For arguments that nothing knows or that break a rule.
+            trivet.errors.TrivetError: For a model or a set of plugins that cannot be used.
+        """
+        from trivet_schemas.config import EngineConfig
+
+        section = plugins if isinstance(plugins, Mapping) else {}
+        objects = () if isinstance(plugins, Mapping) else tuple(plugins)
+        values = {
+            "model": model,
+            "tokenizer": tokenizer,
+            "dtype": dtype,
+            "seed": seed,
+            "max_model_len": max_model_len,
+            "revision": revision,
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+            "chat_template": chat_template,
+            "plugins": section,
+            **options,
+        }
+        config = EngineConfig.from_flat(values, flat_names(section, objects))
+        self._attach(Engine(config, objects))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig | Mapping[str, Any] | str | Path, plugins: Sequence[object] = ()) -> Self:
+        """Start from a YAML file, a mapping like one, or a configuration; ``plugins`` are plugin objects."""
+        return cls.from_engine(Engine(str(config) if isinstance(config, Path) else config, plugins))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> Self:
+        """Use an engine that nothing else uses; it is shut down with this object."""
+        llm = cls.__new__(cls)
+        llm._attach(engine)
+        return llm
+
+    def _attach(self, engine: Engine) -> None:
+        self.engine = engine
+        self._preparer = Preparer(engine.tokenizer, engine.config.seed)
+        self._stage = OutputStage(
+            engine.tokenizer,
+            stop=lambda request, num_tokens, stop_string: engine.stop(request.request_id, num_tokens, stop_string),
+            abort=lambda requests: engine.abort([request.request_id for request in requests]),
+            eos_token_ids=eos_token_ids(engine),
+        )
+        self._lock = threading.Lock()
+        self._next_id = 0
+
+    # ------------------------------------------------------------------ generation
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt; the results are in the order of the prompts.
+
+        A request that fails while it runs (a grammar that cannot be compiled, a plugin's fault) does not raise: its
+        output has finish reason ``error`` and the message in ``error``, and the others are complete.
+
+        Args:
+            prompts: Text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``; or a list of those.
+            sampling_params: For all prompts, or one per prompt; None: :meth:`get_default_sampling_params`.
+            use_tqdm: Show a progress bar; or a function that makes one, called like ``tqdm``.
+            priority: One per prompt; lower runs first under a scheduling policy that looks at it.
+
+        Raises:
+            RequestError: If a prompt or its parameters are refused, with the prompt's index; nothing has run then.
+        """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return self._run(prompts, params, SamplingParams, use_tqdm, priority, RequestOutput)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several; see :meth:`generate`.
+
+        Args:
+            messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
+            sampling_params: For all conversations, or one per conversation.
+            use_tqdm: Show a progress bar; or a function that makes one.
+            tools: Descriptions of functions, for templates that show them to the model.
+            chat_template: Jinja text to use instead of the model's.
+            add_generation_prompt: End the prompt with the beginning of an answer.
+            continue_final_message: Leave the last message open, for the model to go on with.
+            chat_template_kwargs: Further variables of the template.
+
+        Raises:
+            RequestError: Also if there is no chat template, or it refuses the messages.
+        """
+        conversations = _conversations(messages)
+        tokenizer = self._preparer.tokenizer
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            try:
+                text = tokenizer.chat(
+                    conversation,
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **(chat_template_kwargs or {}),
+                )
+            except RequestError as exc:
+                raise _located(exc, index, len(conversations), "conversation") from None
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ pooling
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool the hidden states of each prompt: ``outputs.data`` is ``[dim]`` float32. Else like :meth:`generate`."""
+        params = PoolingParams() if pooling_params is None else pooling_params
+        return self._run(prompts, params, PoolingParams, use_tqdm, None, PoolingRequestOutput)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Like :meth:`encode`, with ``outputs.embedding`` a list of floats (empty after an error)."""
+        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm)
+        return [
+            EmbeddingRequestOutput(
+                o.request_id,
+                EmbeddingOutput([] if o.outputs.data is None else o.outputs.data.tolist()),
+                o.prompt_token_ids,
+                o.finished,
+                o.num_cached_tokens,
+                o.metrics,
+                o.error,
+            )
+            for o in outputs
+        ]
+
+    # ------------------------------------------------------------------ the rest
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer; raises RequestError when the engine has none."""
+        return self._preparer.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What :meth:`generate` uses when it is given none: the defaults of :class:`SamplingParams`."""
+        return SamplingParams()
+
+    def shutdown(self) -> None:
+        """Stop the engine and release its memory. A second call has no effect."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        prompts: Any,
+        params: Any,
+        kind: type[AnyParams],
+        use_tqdm: UseTqdm,
+        priority: Sequence[int] | None,
+        result: type[Any],
+    ) -> list[Any]:
+        items = [prompts] if single_prompt(prompts) else list(prompts)
+        each = _per_prompt(params, kind, len(items))
+        if priority is not None and len(priority) != len(items):
+            raise RequestError(f"priority: got {len(priority)} values for {len(items)} prompts", param="priority")
+        with self._lock:
+            submissions = [
+                self._prepare(item, each[i], None if priority is None else priority[i], i, len(items))
+                for i, item in enumerate(items)
+            ]
+            with _Progress(len(items), use_tqdm) as progress:
+                outputs = run_batch(self.engine, self._stage, submissions, progress.report)
+        assert all(isinstance(output, result) for output in outputs)
+        return outputs
+
+    def _prepare(self, prompt: Any, params: AnyParams, priority: int | None, index: int, count: int) -> Submission:
+        request_id = str(self._next_id)
+        self._next_id += 1
+        try:
+            submission = self._preparer.prepare(
+                request_id, prompt, params, priority=priority, output_kind=RequestOutputKind.FINAL_ONLY
+            )
+            submission.validate(self.engine)
+        except (RequestError, ParameterError) as exc:
+            raise _located(exc, index, count, "prompt") from None
+        return submission
+
+
+class _Progress:
+    """A progress bar over requests, or nothing."""
+
+    def __init__(self, total: int, use_tqdm: UseTqdm) -> None:
+        self._bar: Any = None
+        self._tokens = 0
+        if use_tqdm:
+            if callable(use_tqdm):
+                make = use_tqdm
+            else:
+                from tqdm.auto import tqdm as make
+            self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
+
+    def report(self, output: Output) -> None:
+        if self._bar is None:
+            return
+        if isinstance(output, RequestOutput):
+            self._tokens += sum(len(o.token_ids) for o in output.outputs)
+            elapsed = self._bar.format_dict["elapsed"] if hasattr(self._bar, "format_dict") else 0
+            if elapsed:
+                self._bar.set_postfix_str(f"{self._tokens / elapsed:.1f} output tokens/s", refresh=False)
+        self._bar.update(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def flat_names(section: Mapping[str, Any], objects: Sequence[object]) -> dict[str, list[tuple[str, str]]]:
+    """The flat arguments that count: those of the bundled plugins and of the ones that ``section`` or ``objects`` name.
+
+    Another installed plugin is not active, so its names must neither be taken nor stand in the way.
+    """
+    from trivet.registry.catalog import Catalog
+    from trivet_schemas.options import collect_flat_names
+
+    catalog = Catalog(objects)
+    models = catalog.option_models(bundled_only=True)
+    for role, known in catalog.option_models().items():
+        for name in _named(section.get(role)) & known.keys():
+            models.setdefault(role, {})[name] = known[name]
+    return collect_flat_names(models)
+
+
+def _named(selection: Any) -> set[str]:
+    """The providers that a role's selection names; a selection of a wrong form is reported by the configuration."""
+    found: set[str] = set()
+    for item in selection if isinstance(selection, list | tuple) else [selection]:
+        name = item.get("use") if isinstance(item, Mapping) else item
+        if isinstance(name, str):
+            found.add(name)
+    return found
+
+
+def _per_prompt(params: Any, kind: type[AnyParams], count: int) -> list[AnyParams]:
+    if isinstance(params, kind):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(item, kind) for item in params):
+        raise TypeError(f"params must be {kind.__name__} or a list of them, got {params!r}")
+    if len(params) != count:
+        raise RequestError(f"params: got {len(params)} for {count} prompts; give one for all, or one per prompt")
+    return list(params)
+
+
+def _conversations(messages: Any) -> list[Sequence[Message]]:
+    if not messages:
+        raise RequestError("messages: must have at least one message, got none", param="messages")
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def _located(error: RequestError | ParameterError, index: int, count: int, what: str) -> RequestError:
+    """The error with the place of the prompt, if there are several."""
+    param = error.param if isinstance(error, RequestError) else error.problems[0].path
+    return RequestError(f"{what} {index}: {error}" if count > 1 else str(error), param=param)
