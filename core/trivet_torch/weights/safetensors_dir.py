@@ -56,13 +56,22 @@ def load_folder(
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported, and refused below with their names
             )
+        del model.config.transformers_weights
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
         raise ModelLoadError(f"{folder}: transformers cannot load this model: {error}") from error
     if report["missing_keys"]:
         raise ModelLoadError(
             f"{folder}: the weights hold no tensor for the parameters {listed(report['missing_keys'])}; they belong to "
             f"another model than config.json or are incomplete: {_RECONVERT}"
+        )
+    mismatched = [
+        f"{name} ({list(found)} instead of {list(needed)})" for name, found, needed in report["mismatched_keys"]
+    ]
+    if mismatched:
+        raise ModelLoadError(
+            f"{folder}: tensors have another shape than config.json asks for: {listed(mismatched)}; {_RECONVERT}"
         )
     if report["unexpected_keys"]:
         _logger.warning("%s: the model has no use for the tensors %s", folder, listed(report["unexpected_keys"]))
