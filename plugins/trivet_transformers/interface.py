@@ -76,6 +76,8 @@ def _attention(
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
     handler: Handler = given.pop(KEYWORD)
+    if attention_mask is not None:
+        given["attention_mask"] = attention_mask  # the probe refuses a model that makes its own
     return handler.attend(module, query, key, value, given), None
 
 

@@ -1,0 +1,19 @@
+"""Plugin ``inline``: the worker in the process of the engine."""
+
+from __future__ import annotations
+
+from trivet.hookspecs import hookimpl
+from trivet.provider import Provider
+
+
+@hookimpl
+def trivet_providers() -> list[Provider]:
+    """Offer the executor."""
+    return [
+        Provider(
+            role="executor",
+            name="inline",
+            factory="trivet_inline.executor:InlineExecutor",
+            summary="One worker in the engine's own process; a step is done when it has been submitted.",
+        )
+    ]
