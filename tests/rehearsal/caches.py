@@ -1,0 +1,114 @@
+"""Caches that do what the bundled ones leave to later: two groups, forks with copy on write, prefixes tagged by adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trivet_paged.cache import PagedCache
+from trivet_paged.options import PagedOptions
+
+from trivet.hookspecs import hookimpl
+from trivet.provider import Provider
+from trivet.roles import Allocation, CacheHit, KVGroup, KVLayout, KVStorage
+
+
+class TwoGroupCache(PagedCache):
+    """Layers with a window and layers without have tables of their own, with different block sizes; blocks of one pool
+    per group. The second pool is a plain :class:`PagedCache` behind this one."""
+
+    def configure(self, need: Any) -> KVLayout:
+        full = tuple(s for s in need.specs if s.window is None)
+        windowed = tuple(s for s in need.specs if s.window is not None)
+        self.other = PagedCache(None, PagedOptions(block_size=3))
+        first, second = super().configure(_only(need, full)), self.other.configure(_only(need, windowed))
+        groups = (
+            KVGroup(0, tuple(s.layer for s in full), "full", self.block_size),
+            KVGroup(1, tuple(s.layer for s in windowed), "sliding", 3, windowed[0].window),
+        )
+        storage = (KVStorage(groups[0].layers[:1], first.storage[0].num_blocks),)
+        storage += (KVStorage(groups[1].layers[:1], second.storage[0].num_blocks),)
+        return KVLayout(need.specs, groups, storage)
+
+    def extend(self, slots: Any, totals: Any) -> Allocation:
+        one, two = super().extend(slots, totals), self.other.extend(slots, totals)
+        return Allocation(min(one.rows, two.rows), one.slots + two.slots, one.blocks + two.blocks)
+
+    def tables(self, slot: int) -> list[Any]:
+        return super().tables(slot) + self.other.tables(slot)
+
+    def retire(self, slot: int) -> int:
+        lease, other = super().retire(slot), self.other.retire(slot)
+        assert lease == other
+        return lease
+
+    def settle(self, lease: int) -> None:
+        super().settle(lease)
+        self.other.settle(lease)
+
+
+class ForkingCache(PagedCache):
+    """Children share the parent's full blocks and get a copy of the last one."""
+
+    can_fork = True
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> Allocation | None:
+        blocks = self._ledger.blocks(parent)[: -(-num_tokens // self.block_size)].tolist()
+        copies = []
+        if num_tokens % self.block_size:
+            if not self._free:
+                return None
+            copies = [(blocks[-1], self._free.popleft())]
+            blocks[-1] = copies[0][1]
+        self._ledger.append(child, blocks)
+        return Allocation(1, [[child] * len(blocks)], [blocks], copies=[copies])
+
+
+class TaggedCache(PagedCache):
+    """Finds prompts again, whole blocks at a time, if their context tags are the same; keeps them until :meth:`reset`."""
+
+    wants_commits = True
+
+    def bind(self, context: Any) -> None:
+        self._table, self._known, self._kept, self.hits = context.table, {}, [], 0
+
+    def _key(self, request: Any, tokens: Any) -> tuple[Any, ...]:
+        return (tuple(sorted(request.cache_tags.items())), tokens.tobytes())
+
+    def admit(self, slot: int, request: Any) -> CacheHit:
+        tokens, size, blocks = self._table.known_tokens(request), self.block_size, []
+        while (end := (len(blocks) + 1) * size) < len(tokens) and (key := self._key(request, tokens[:end])) in self._known:
+            blocks.append(self._known[key])
+        self._ledger.append(slot, blocks)
+        self.hits += len(blocks) * size
+        return CacheHit(len(blocks) * size)
+
+    def commit(self, slots: Any, num_tokens: Any) -> None:
+        for slot, count in zip(slots.tolist(), num_tokens.tolist(), strict=True):
+            request, blocks = self._table.requests[slot], self._ledger.blocks(slot)
+            for end in range(self.block_size, count + 1, self.block_size):
+                key = self._key(request, self._table.tokens[slot, :end])
+                if key not in self._known:
+                    self._known[key] = int(blocks[end // self.block_size - 1])
+                    self._kept.append(self._ledger.lease([self._known[key]]))
+
+    def reset(self) -> bool:
+        self._known.clear()
+        while self._kept:
+            self.settle(self._kept.pop())
+        return super().reset()
+
+
+def _only(need: Any, specs: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(need, specs=specs, support=need.support[: len(specs)])
+
+
+@hookimpl
+def trivet_providers() -> list[Provider]:
+    options = "trivet_paged.options:PagedOptions"
+    return [
+        Provider("cache", "two_groups", "caches:TwoGroupCache", options),
+        Provider("cache", "forking", "caches:ForkingCache", options),
+        Provider("cache", "tagged", "caches:TaggedCache", options),
+    ]

@@ -1,0 +1,58 @@
+"""An executor with two workers whose results, extensions and transfers are reduced to one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipe import PipeExecutor, PipeOptions, _Pending
+
+from trivet.hookspecs import hookimpl
+from trivet.plan import StepPlan
+from trivet.provider import Provider
+from trivet.result import StepResult, TransferQuorum, reduce_results
+from trivet.roles import Executor, KVLayout, WorkerInfo
+
+
+class _Both:
+    def __init__(self, pending: list[_Pending], quorum: TransferQuorum, reducers: Any) -> None:
+        self._pending, self._quorum, self._reducers = pending, quorum, reducers
+
+    def done(self) -> bool:
+        return all(p.done() for p in self._pending)
+
+    def result(self) -> StepResult:
+        results = [p.result() for p in self._pending]
+        for rank, result in enumerate(results):
+            result.extensions["rank"] = bytes([rank + 1])
+        self._quorum.settle(results)
+        return reduce_results(results, self._reducers)
+
+
+class TwoRanks(Executor):
+    """Both workers compute the same; the second one's tokens are dropped, as those of a tensor-parallel rank are."""
+
+    def __init__(self, context: Any, options: Any) -> None:
+        self._workers = [PipeExecutor(context, PipeOptions()) for _ in range(2)]
+        self._quorum = TransferQuorum(2)
+
+    def start(self) -> WorkerInfo:
+        return [w.start() for w in self._workers][0]
+
+    def configure_cache(self, layout: KVLayout) -> None:
+        for worker in self._workers:
+            worker.configure_cache(layout)
+
+    def submit(self, plan: StepPlan) -> _Both:
+        return _Both([w.submit(plan) for w in self._workers], self._quorum, {"rank": b"".join})
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return [w.call(method, *args)[0] for w in self._workers]
+
+    def shutdown(self) -> None:
+        for worker in self._workers:
+            worker.shutdown()
+
+
+@hookimpl
+def trivet_providers() -> list[Provider]:
+    return [Provider("executor", "two_ranks", "ranks:TwoRanks")]
