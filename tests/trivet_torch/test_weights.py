@@ -159,6 +159,15 @@ def test_damaged_config(folder: Path) -> None:
     failing(folder, "must hold a JSON object")
 
 
-def test_unknown_model_type(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
-    failing(folder, "transformers cannot load this model.*no-such-model")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "no-such-model"}, "no-such-model"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"rope_parameters": {"rope_type": "no-such-rope"}}, "no-such-rope"),
+    ],
+)
+def test_configuration_that_transformers_refuses(change: dict[str, Any], message: str, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    failing(folder, rf"(?s)transformers cannot .*{message}")

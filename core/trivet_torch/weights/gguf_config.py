@@ -120,7 +120,10 @@ class Metadata:
                 if value is not None:
                     yarn[ours] = float(value)
             if self.get("rope.scaling.attn_factor", 1.0) != 1.0:
-                raise self.error("rope.scaling.attn_factor is not supported together with yarn", "use the safetensors")
+                raise self.error(
+                    "rope.scaling.attn_factor is not supported together with yarn",
+                    "use the model's safetensors instead",
+                )
             return yarn
         raise self.error(f"rope.scaling.type {kind!r} is not supported", "use the model's safetensors instead")
 
@@ -357,6 +360,7 @@ def config_from_gguf(file: GGUFFile) -> PreTrainedConfig:
         ModelLoadError: The architecture is not supported (lists those that are), a key is missing, or the file asks for
             something that transformers' model cannot do. Split files are refused.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     meta = Metadata(file)
@@ -372,5 +376,5 @@ def config_from_gguf(file: GGUFFile) -> PreTrainedConfig:
     values = builder(meta)
     try:
         return AutoConfig.for_model(**values)
-    except ValueError as error:
+    except (ValueError, StrictDataclassError) as error:
         raise meta.error(f"the metadata describe no valid model: {error}", "the file is damaged") from error

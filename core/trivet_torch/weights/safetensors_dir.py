@@ -40,12 +40,18 @@ def load_folder(
         ModelLoadError: The folder is incomplete or damaged (see :func:`check_folder`), transformers cannot build the
             model, or a parameter has no tensor in the files; names what is concerned.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     files = check_folder(folder)
     factory: Any = AutoModelForCausalLM  # its methods carry no annotations
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ModelLoadError(
+            f"{folder / 'config.json'}: transformers cannot use this configuration: {error}"
+        ) from error
+    try:
         # transformers prefers model.safetensors to the index if a folder has both.
         config.transformers_weights = _INDEX if (folder / _INDEX).is_file() else files[0].name
         with _no_progress_bar():
@@ -59,7 +65,7 @@ def load_folder(
                 ignore_mismatched_sizes=True,  # they are reported, and refused below with their names
             )
         del model.config.transformers_weights
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise ModelLoadError(f"{folder}: transformers cannot load this model: {error}") from error
     if report["missing_keys"]:
         raise ModelLoadError(
