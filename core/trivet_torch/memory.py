@@ -15,12 +15,19 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(
-    device: torch.device, info: ModelInfo, max_num_seqs: int, max_num_batched_tokens: int, *, gpu_share: float, cpu_share: float
+    device: torch.device,
+    info: ModelInfo,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    *,
+    gpu_share: float,
+    cpu_share: float,
 ) -> int:
     """Bytes that the KV cache may take once the weights are loaded.
 
-    On an accelerator: ``gpu_share`` of its memory, less what is in use and the workspace of the largest step. Elsewhere: ``cpu_share``
-    of the RAM that is free for this process, which leaves room for the workspace and for other programs.
+    On an accelerator: ``gpu_share`` of its memory, less what is in use and the workspace of the largest step.
+    Elsewhere: ``cpu_share`` of the RAM that is free for this process, which leaves room for the workspace and for
+    other programs.
     """
     if device.type == "cuda":
         import torch
@@ -32,8 +39,8 @@ def available_bytes(
 
 
 def workspace_bytes(info: ModelInfo, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """An upper estimate of what a step allocates beside weights and cache: float32 logits with three copies while sampling,
-    and sixteen activations of hidden size per token in the widest layer."""
+    """An upper estimate of what a step allocates beside weights and cache: float32 logits with three copies while
+    sampling, and sixteen activations of hidden size per token in the widest layer."""
     logits = 4 * max_num_seqs * info.vocab_size * 4
     activations = 16 * max_num_batched_tokens * info.hidden_size * (4 if info.dtype == "float32" else 2)
     return logits + activations
@@ -68,7 +75,8 @@ def _system_available(proc: Path) -> int:
 
 
 def _group_rooms(root: Path, path: str, limit_name: str, usage_name: str, cached_name: str) -> list[int]:
-    """What the group and every group above it leave; inside a container the path may not exist, its mount is then the root."""
+    """What the group and every group above it leave. Inside a container the path may not exist: the mount is then the
+    group itself."""
     rooms: list[int] = []
     folder = root / path.lstrip("/")
     if not folder.is_dir():

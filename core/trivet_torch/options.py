@@ -13,6 +13,6 @@ class RunnerOptions(Options):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, json_schema_extra=flat("gpu_memory_utilization"))
     """Share of an accelerator's memory that weights, workspace and KV cache may take together."""
     cpu_memory_share: float = Field(0.5, gt=0, le=1)
-    """Share of the RAM that is free after loading which the KV cache may take on a CPU, when the cache names no size."""
+    """Share of the RAM free after loading that the KV cache may take on a CPU, when the cache names no size."""
     grammar_threads: int = Field(2, ge=1)
     """Most structured outputs that are compiled at once."""

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A tensor of the array's type on the device; on a CPU it shares the array's memory."""
+    """A tensor of the array's type on the device; on a CPU it shares the array's memory where that is writable."""
+    if not array.flags.writeable:
+        array = array.copy()  # a view of a message; torch has no read-only tensors
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 

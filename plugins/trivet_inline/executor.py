@@ -32,7 +32,8 @@ class FinishedStep:
 
 
 class InlineExecutor(Executor):
-    """Builds a worker's context from the engine's own plugins and runs every plan in :meth:`submit`, on the engine's thread."""
+    """Builds a worker's context from the engine's own plugins, and runs every plan in :meth:`submit` on the engine's
+    thread."""
 
     role: ClassVar[str] = "executor"
     max_in_flight = 1
@@ -44,8 +45,9 @@ class InlineExecutor(Executor):
 
     def start(self) -> WorkerInfo:
         self._worker = self._context.worker_context(rank=0, world_size=1)
-        self._runner: Runner = self._worker.get("runner")
-        return self._runner.load()
+        runner: Runner = self._worker.get("runner")
+        self._runner = runner
+        return runner.load()
 
     def configure_cache(self, layout: KVLayout) -> None:
         self._runner.allocate(layout)

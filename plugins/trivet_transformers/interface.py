@@ -20,9 +20,16 @@ KEYWORD = "trivet"
 class Handler(Protocol):
     """Computes one attention call of a forward pass."""
 
-    def attend(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-        """``query`` ``[1, num_heads, T, head_dim]``, ``key`` and ``value`` ``[1, num_kv_heads, T, head_dim]``; returns ``[1, T, num_heads,
-        v_head_dim]``. ``given`` holds the keywords of transformers' interface."""
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        given: dict[str, Any],
+    ) -> torch.Tensor:
+        """One call. ``query`` is ``[1, num_heads, T, head_dim]``, ``key`` and ``value`` ``[1, num_kv_heads, T,
+        head_dim]``; returns ``[1, T, num_heads, v_head_dim]``. ``given`` holds the other keywords of transformers' interface."""
         ...
 
 
@@ -43,7 +50,14 @@ class PagedHandler:
         """``layers`` by module identity; ``metas`` by layer index."""
         self._attention, self._layers, self._metas = attention, layers, metas
 
-    def attend(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        given: dict[str, Any],
+    ) -> torch.Tensor:
         layer = self._layers[id(module)]
         scale = given.get("scaling")
         out: torch.Tensor = self._attention.forward(
@@ -62,7 +76,7 @@ class PagedHandler:
 
 
 def register() -> None:
-    """Make both functions known to transformers; they hold no state, so that every engine of the process can share them."""
+    """Make both functions known to transformers. They hold no state, so every engine of the process shares them."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
 

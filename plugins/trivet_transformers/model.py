@@ -14,7 +14,7 @@ from trivet.roles.kv import LayerKVSpec
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
 from trivet_torch.weights import load_causal_lm
 from trivet_transformers.interface import KEYWORD, NAME, Layer, PagedHandler, register
-from trivet_transformers.probe import LayerCall, probe, text_config, windows
+from trivet_transformers.probe import LayerCall, head_of, probe, text_config, windows
 from trivet_transformers.rope import check_rope
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class TransformersModel(Model):
     """Any decoder-only model of transformers that goes through the attention interface.
 
-    All rows of a step are one sequence ``[1, T]`` to transformers; which token sees which is the attention provider's business.
-    Only the rows of ``logits_indices`` reach the LM head, and everything that the model does to logits behind its head (scaling, soft
-    caps) is done to them.
+    All rows of a step are one sequence ``[1, T]`` to transformers; which token sees which is the attention provider's
+    business. Only the rows of ``logits_indices`` reach the LM head, and whatever the model does to logits behind its
+    head (scaling, soft caps) is done to them.
     """
 
     role: ClassVar[str] = "model"
@@ -56,14 +56,16 @@ class TransformersModel(Model):
         decoder = text_config(self._model.config)
         longest = getattr(decoder, "max_position_embeddings", None) or config.max_model_len
         if longest is None:
-            raise ModelLoadError(f"{name}: config.json does not say how many positions the model has; set max_model_len")
+            raise ModelLoadError(
+                f"{name}: config.json does not say how many positions the model has; set max_model_len"
+            )
         self._max_len = min(longest, config.max_model_len or longest)
         check_rope(name, decoder, self._max_len)
-        self._calls = probe(name, self._model)
+        self._calls, vocab_size = probe(name, self._model)
         self._windows = windows(self._calls, decoder)
         self._install_hooks()
         return ModelInfo(
-            vocab_size=int(self._model.get_output_embeddings().weight.shape[0]),
+            vocab_size=vocab_size,
             max_model_len=longest,
             eos_token_ids=tuple(loaded.eos_token_ids),
             num_layers=len(self._calls),
@@ -100,7 +102,9 @@ class TransformersModel(Model):
 
     @property
     def weight_bytes(self) -> int:
-        tensors = {t.data_ptr(): t.numel() * t.element_size() for t in (*self._model.parameters(), *self._model.buffers())}
+        tensors = {
+            t.data_ptr(): t.numel() * t.element_size() for t in (*self._model.parameters(), *self._model.buffers())
+        }
         return sum(tensors.values())
 
     def shutdown(self) -> None:
@@ -151,7 +155,8 @@ class TransformersModel(Model):
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._hooks = [model.base_model.register_forward_hook(self._keep_hidden)]
         if not self._takes_rows:
-            head = model.get_output_embeddings()
+            head = head_of(model)
+            assert head is not None, "the probe refuses models without a head"
             self._hooks.append(head.register_forward_pre_hook(self._choose_rows))
 
     def _keep_hidden(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -163,8 +168,8 @@ class TransformersModel(Model):
 
 
 def resolve_dtype(name: str, location: str, device: str) -> torch.dtype:
-    """The torch type for a configured name. ``auto`` is the type that a folder's configuration names; for a GGUF file, whose
-    tensors are dequantised, bfloat16 on an accelerator and float32 on a CPU."""
+    """The torch type for a configured name. ``auto`` is the type that a folder's configuration names; for a GGUF file,
+    whose tensors are dequantised, bfloat16 on an accelerator and float32 on a CPU."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
     found = resolve_model(location)

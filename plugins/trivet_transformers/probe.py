@@ -1,4 +1,4 @@
-"""What a loaded model does with attention, found by watching it compute two tokens; models that cannot be served are refused."""
+"""What a loaded model asks of attention, found by watching it compute two tokens; what cannot be served is refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 #: keywords of an attention call that the provider honours, or that change nothing when tokens are flattened
 _KNOWN = frozenset({
-    "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout", "position_ids", "cache_position", "use_cache", "output_attentions",
-    "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "layer_idx",
-    "output_router_logits", "deterministic",
+    "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout", "position_ids", "cache_position",
+    "layer_idx", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "deterministic",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 })  # fmt: skip
 
 
@@ -39,7 +39,14 @@ class _Recorder:
         self.calls: list[LayerCall] = []
         self._refuse = refuse
 
-    def attend(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        given: dict[str, Any],
+    ) -> torch.Tensor:
         name = type(module).__name__
         if not getattr(module, "is_causal", True) or given.get("is_causal") is False:
             raise self._refuse(f"{name} attends in both directions, so it is no decoder")
@@ -66,23 +73,26 @@ def text_config(config: PreTrainedConfig) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def probe(location: str, model: PreTrainedModel) -> list[LayerCall]:
-    """Every attention layer of ``model`` in the order of its calls.
+def probe(location: str, model: PreTrainedModel) -> tuple[list[LayerCall], int]:
+    """Every attention layer of ``model`` in the order of its calls, and the width of its logits.
 
     Args:
         location: What the user named, for messages.
         model: Loaded with the attention implementation of :mod:`trivet_transformers.interface`.
 
     Raises:
-        ModelLoadError: If the model is not decoder-only, keeps state other than keys and values, or needs more of attention
-            than the attention role offers.
+        ModelLoadError: If the model is not decoder-only, keeps state other than keys and values, or needs more of
+            attention than the attention role offers.
     """
     refuse = _Refusal(location, model)
     config = text_config(model.config)
     _check_kind(model, config, refuse)
     device = next(model.parameters()).device
     recorder = _Recorder(refuse)
-    inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.long, device=device), "position_ids": torch.arange(2, device=device)[None]}
+    inputs = {
+        "input_ids": torch.zeros(1, 2, dtype=torch.long, device=device),
+        "position_ids": torch.arange(2, device=device)[None],
+    }
     try:
         with torch.inference_mode():
             output = model(**inputs, use_cache=False, **{KEYWORD: recorder})
@@ -90,33 +100,39 @@ def probe(location: str, model: PreTrainedModel) -> list[LayerCall]:
         if exc.args != (KEYWORD,):
             raise
         raise refuse("it does not hand keywords down to its attention") from None
-    if output.logits.shape[-1] < 2:
-        raise refuse("it has no language modelling head")
     _check_layers(recorder.calls, config, refuse)
-    return recorder.calls
+    return recorder.calls, output.logits.shape[-1]
+
+
+def head_of(model: PreTrainedModel) -> torch.nn.Module | None:
+    """The module that maps hidden states to logits; None when there is none of its own."""
+    return model.get_output_embeddings()  # type: ignore[no-any-return, no-untyped-call]
 
 
 def windows(calls: list[LayerCall], config: Any) -> list[int | None]:
-    """The sliding window of every layer. The layer types decide, as they do for transformers' own mask; without them, what
-    each layer hands to its attention."""
+    """The sliding window of every layer. The layer types decide, as they do for transformers' own mask; without them,
+    what each layer hands to its attention."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return [call.window for call in calls]
     common = getattr(config, "sliding_window", None)
-    return [(call.window or common) if kind == "sliding_attention" else None for call, kind in zip(calls, types, strict=False)]
+    return [
+        (call.window or common) if kind == "sliding_attention" else None
+        for call, kind in zip(calls, types, strict=False)
+    ]
 
 
 def _check_kind(model: PreTrainedModel, config: Any, refuse: _Refusal) -> None:
     if model.config.is_encoder_decoder:
         raise refuse("it has an encoder and a decoder; only decoder-only models are served")
-    if not model._supports_attention_backend:  # noqa: SLF001 - the library's flag for this has no public name
+    if not model._supports_attention_backend:
         raise refuse("it does not use transformers' attention interface")
     if getattr(config, "alibi", False):
         raise refuse("it biases attention by distance (ALiBi), which the attention interface does not carry")
     parameters = inspect.signature(model.base_model.forward).parameters
     if "position_ids" not in parameters:
         raise refuse("its forward takes no position_ids")
-    if model.base_model is model or model.get_output_embeddings() is None:
+    if model.base_model is model or head_of(model) is None:
         raise refuse("it has no separate body and head")
 
 

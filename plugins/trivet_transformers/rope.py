@@ -11,9 +11,9 @@ from trivet.errors import ModelLoadError
 def check_rope(location: str, config: Any, max_model_len: int) -> None:
     """Refuse a context in which the frequencies would change while a request grows.
 
-    transformers computes the frequencies of ``dynamic`` and ``longrope`` from the longest sequence of the batch, and keys that are
-    cached keep the frequencies of their time. Results would depend on batch mates and chunk sizes. Up to the length that
-    the model was first trained for the frequencies are constant, and everything agrees.
+    transformers computes the frequencies of ``dynamic`` and ``longrope`` from the longest sequence of the batch, and
+    cached keys keep the frequencies of their time. Results would depend on batch mates and chunk sizes. Up to the
+    length that the model was first trained for, the frequencies are constant and everything agrees.
 
     Args:
         location: What the user named, for messages.
@@ -26,15 +26,18 @@ def check_rope(location: str, config: Any, max_model_len: int) -> None:
     for parameters in _rope_parameters(config):
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         if kind == "longrope":
-            limit = parameters.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            limit = parameters.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
         elif "dynamic" in kind:
             limit = config.max_position_embeddings
         else:
             continue
         if limit is not None and max_model_len > limit:
             raise ModelLoadError(
-                f"{location}: its rotary embedding ({kind}) changes frequencies beyond {limit} tokens, so that results would depend on the "
-                f"other requests of a batch; set max_model_len to at most {limit} (now {max_model_len})"
+                f"{location}: its rotary embedding ({kind}) changes its frequencies beyond {limit} tokens, so that "
+                f"results would depend on the other requests of a batch; set max_model_len to at most {limit} (it is "
+                f"{max_model_len})"
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from trivet.context import WorkerContext
 from trivet.plan import BlockDelta, InputSource, LogitsRows, NewRequest, Ragged, StepPlan, Task
 from trivet.result import RequestFailure, StepResult
@@ -45,7 +46,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
-    "gemma2": ("Gemma2Config", {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {
@@ -165,7 +169,10 @@ class SlowAttention(Attention):
                 if window is not None:
                     ranks = [p if p < length - tree else position - (len(seen) - 1 - i) for i, p in enumerate(seen)]
                     seen = [p for p, rank in zip(seen, ranks, strict=True) if rank > position - window]
-                where = [int(meta.block_table[row, p // meta.block_size]) * meta.block_size + p % meta.block_size for p in seen]
+                where = [
+                    int(meta.block_table[row, p // meta.block_size]) * meta.block_size + p % meta.block_size
+                    for p in seen
+                ]
                 k = keys[where].repeat_interleave(repeats, 1)
                 v = values[where].repeat_interleave(repeats, 1)
                 scores = torch.einsum("hd,khd->hk", query[token].float(), k.float()) * scale
@@ -197,7 +204,7 @@ class SlowAttention(Attention):
 class GreedySampler(Sampler):
     """The most likely allowed token; drafts are accepted while they equal it."""
 
-    fields = frozenset({"temperature"})
+    fields = frozenset({"temperature", "max_tokens", "ignore_eos"})
 
     def __init__(self) -> None:
         self.seen: list[SampleRows] = []
@@ -232,7 +239,11 @@ class GreedySampler(Sampler):
                 paths.append([])
                 continue
             drafts = rows.drafts.row(s).tolist()
-            parents = rows.draft_parents.row(s).tolist() if rows.draft_parents is not None else list(range(-1, len(drafts) - 1))
+            parents = (
+                rows.draft_parents.row(s).tolist()
+                if rows.draft_parents is not None
+                else list(range(-1, len(drafts) - 1))
+            )
             tokens, path, node = [best[first]], [], -1
             while True:
                 children = [j for j, p in enumerate(parents) if p == node and drafts[j] == tokens[-1]]
@@ -287,7 +298,9 @@ def make_layout(specs: Sequence[LayerKVSpec], block_size: int, num_blocks: int =
     """One group per kind of layer, each layer with a buffer of its own."""
     kinds = sorted({(s.kind, s.window or 0) for s in specs})
     groups = [
-        KVGroup(i, tuple(s.layer for s in specs if (s.kind, s.window or 0) == kind), kind[0], block_size, kind[1] or None)
+        KVGroup(
+            i, tuple(s.layer for s in specs if (s.kind, s.window or 0) == kind), kind[0], block_size, kind[1] or None
+        )
         for i, kind in enumerate(kinds)
     ]
     storage = tuple(KVStorage((s.layer,), num_blocks) for s in specs)
@@ -308,14 +321,31 @@ class Driver:
         self.new: list[SimpleNamespace] = []
 
     def add(
-        self, slot: int, prompt: Sequence[int], *, output: Sequence[int] = (), task: Task = Task.GENERATE, params: Any = None, name: str = ""
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        *,
+        output: Sequence[int] = (),
+        task: Task = Task.GENERATE,
+        params: Any = None,
+        name: str = "",
     ) -> SimpleNamespace:
         """Admit a request to a slot in the next plan."""
         self.epoch += 1
         request = SimpleNamespace(
-            name=name or f"r{self.epoch}", slot=slot, epoch=self.epoch, tokens=[*prompt, *output], num_prompt=len(prompt), computed=0,
-            blocks=[[] for _ in self.layout.groups], sent=len(prompt) + len(output), task=task, params=params, drafts=[], parents=None,
-        )  # fmt: skip
+            name=name or f"r{self.epoch}",
+            slot=slot,
+            epoch=self.epoch,
+            tokens=[*prompt, *output],
+            num_prompt=len(prompt),
+            computed=0,
+            blocks=[[] for _ in self.layout.groups],
+            sent=len(prompt) + len(output),
+            task=task,
+            params=params,
+            drafts=[],
+            parents=None,
+        )
         self.requests[slot] = request
         self.new.append(request)
         return request
@@ -331,16 +361,27 @@ class Driver:
             self.free[group] += blocks
         return request
 
-    def step(self, counts: Mapping[int, int] | None = None, *, prompt_logprobs: bool = False, device: Sequence[int] = (), **changes: Any) -> StepResult:
+    def step(
+        self,
+        counts: Mapping[int, int] | None = None,
+        *,
+        prompt_logprobs: bool = False,
+        device: Sequence[int] = (),
+        **changes: Any,
+    ) -> StepResult:
         """Run one plan; ``counts`` limits the tokens of slots (default: everything that is pending)."""
         rows = [r for r in self.requests.values() if counts is None or r.slot in counts]
         self.step_id += 1
         ahead = {r.slot: r.slot in device for r in rows}
         totals = [len(r.tokens) + ahead[r.slot] + len(r.drafts) for r in rows]
-        scheduled = [total - r.computed if counts is None else counts[r.slot] for r, total in zip(rows, totals, strict=True)]
+        scheduled = [
+            total - r.computed if counts is None else counts[r.slot] for r, total in zip(rows, totals, strict=True)
+        ]
         ends = [r.computed + n for r, n in zip(rows, scheduled, strict=True)]
         drafts = [max(0, end - len(r.tokens) - ahead[r.slot]) for r, end in zip(rows, ends, strict=True)]
-        samples = [end >= len(r.tokens) + ahead[r.slot] and r.task == Task.GENERATE for r, end in zip(rows, ends, strict=True)]
+        samples = [
+            end >= len(r.tokens) + ahead[r.slot] and r.task == Task.GENERATE for r, end in zip(rows, ends, strict=True)
+        ]
         pools = [end >= len(r.tokens) and r.task != Task.GENERATE for r, end in zip(rows, ends, strict=True)]
         deltas = []
         for group in range(len(self.layout.groups)):
@@ -354,15 +395,27 @@ class Driver:
                     blocks.append(added)
             deltas.append(BlockDelta(np.array(slots, np.int32), Ragged.from_rows(blocks)))
         tokens = [[] if r in self.new else r.tokens[r.sent :] for r in rows]
-        logits = [LogitsRows.DRAFTS if d else LogitsRows.LAST if s else LogitsRows.NONE for d, s in zip(drafts, samples, strict=True)]
+        logits = [
+            LogitsRows.DRAFTS if d else LogitsRows.LAST if s else LogitsRows.NONE
+            for d, s in zip(drafts, samples, strict=True)
+        ]
         if prompt_logprobs:
-            logits = [LogitsRows.PROMPT if r.computed < r.num_prompt - 1 else x for r, x in zip(rows, logits, strict=True)]
+            logits = [
+                LogitsRows.PROMPT if r.computed < r.num_prompt - 1 else x for r, x in zip(rows, logits, strict=True)
+            ]
         plan = StepPlan(
             self.step_id,
             new=[
                 NewRequest(
-                    r.name, r.slot, r.epoch, np.array(r.tokens, np.int32), r.num_prompt, r.computed, [np.array(b, np.int32) for b in r.blocks],
-                    params=r.params, task=r.task,
+                    r.name,
+                    r.slot,
+                    r.epoch,
+                    np.array(r.tokens, np.int32),
+                    r.num_prompt,
+                    r.computed,
+                    [np.array(b, np.int32) for b in r.blocks],
+                    params=r.params,
+                    task=r.task,
                 )
                 for r in self.new
             ],
@@ -375,7 +428,9 @@ class Driver:
             num_computed=np.array([r.computed for r in rows], np.int32),
             num_scheduled=np.array(scheduled, np.int32),
             num_drafts=np.array(drafts, np.int32),
-            draft_ids=Ragged.from_rows([r.drafts[:d] for r, d in zip(rows, drafts, strict=True)]) if any(drafts) else None,
+            draft_ids=Ragged.from_rows([r.drafts[:d] for r, d in zip(rows, drafts, strict=True)])
+            if any(drafts)
+            else None,
             draft_parents=self._parents(rows, drafts),
             lookahead=np.zeros(len(rows), np.int32),
             new_blocks=deltas,
@@ -386,7 +441,7 @@ class Driver:
             tokens=Ragged.from_rows(tokens),
             draft_k=np.zeros(len(rows), np.int32),
             adapter=np.full(len(rows), -1, np.int32),
-        )  # fmt: skip
+        )
         for key, value in changes.items():
             setattr(plan, key, value)
         self.new, self.preempted, self.finished = [], [], []
@@ -418,7 +473,9 @@ class Driver:
         return Ragged.from_rows([(r.parents or list(range(-1, d - 1)))[:d] for r, d in zip(rows, drafts, strict=True)])
 
 
-def make_runner(model: str, block_size: int = 4, *, num_blocks: int = 200, max_num_seqs: int = 8, **roles: Any) -> Driver:
+def make_runner(
+    model: str, block_size: int = 4, *, num_blocks: int = 200, max_num_seqs: int = 8, **roles: Any
+) -> Driver:
     """A loaded runner with the transformers model, slow attention and greedy sampling, behind a driver."""
     from trivet_torch.options import RunnerOptions
     from trivet_torch.runner import TorchRunner

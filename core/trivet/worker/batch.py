@@ -85,10 +85,9 @@ class PersistentBatch:
         """``[n]`` flat places ``block * block_size + offset`` of single positions of slots, in the storage of a KV
         group."""
         size = self.block_sizes[group]
-        if size == 1:
-            return self.tables[group][slots, positions].astype(np.int64)
         blocks, offsets = np.divmod(positions, size)
-        return self.tables[group][slots, blocks].astype(np.int64) * size + offsets
+        places: Int64 = self.tables[group][slots, blocks].astype(np.int64) * size + offsets
+        return places
 
     def check_integrity(self) -> None:
         """Raise AssertionError when columns and requests contradict each other."""

@@ -66,7 +66,7 @@ class GrammarPool:
             return
         try:
             provider = next((p for p in self._providers if p.validate(request.params)), None)
-        except Exception as exc:  # whatever one constraint does ends that request only
+        except Exception as exc:  # noqa: BLE001 - whatever one constraint does ends that request only
             self._fail(request, _describe(exc))
             return
         if provider is None:

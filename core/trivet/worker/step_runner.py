@@ -54,6 +54,8 @@ class StepRunner(Runner):
         self._grammars: GrammarPool | None = None
         self._transfers: TransferEndpoints | None = None
         self._drafters: Sequence[Drafter] = ()
+        #: slot → who was told of its request, and is told when it leaves
+        self._told: dict[int, list[Any]] = {}
         #: slot → epoch of requests that ended with an error here; the engine may not know yet
         self._failed: dict[int, int] = {}
         self._errors: list[RequestFailure] = []
@@ -87,7 +89,8 @@ class StepRunner(Runner):
         limit = context.config.max_model_len
         if limit is not None and limit > info.max_model_len:
             raise ModelLoadError(
-                f"max_model_len: {limit} exceeds the {info.max_model_len} positions that {context.config.model} supports; lower it"
+                f"max_model_len: {limit} exceeds the {info.max_model_len} positions that {context.config.model} "
+                "supports; lower it"
             )
         context.max_model_len = min(info.max_model_len, limit or info.max_model_len)
         self._vocab_size = info.vocab_size
@@ -187,15 +190,17 @@ class StepRunner(Runner):
         assert self._transfers is not None
         assert self._grammars is not None
         changes = self._batch.apply(plan)
-        listeners = (self._sampler, *self._drafters, self._grammars)
         for request in changes.removed:
             self._failed.pop(request.slot, None)
-            for listener in listeners:
+            for listener in self._told.pop(request.slot):
                 listener.remove(request.slot)
         for request in changes.added:
+            told: list[Any] = []
+            self._told[request.slot] = told
             try:
-                for listener in listeners:
+                for listener in (self._sampler, *self._drafters, self._grammars):
                     listener.add(request)
+                    told.append(listener)
             except (RequestFault, TrivetError) as exc:
                 self._fail(RequestFailure(request.slot, request.epoch, str(exc)))
         self._transfers.start_stores(plan)
