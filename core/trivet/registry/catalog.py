@@ -57,6 +57,14 @@ class Catalog:
             for component in plugin.components:
                 yield plugin, component
 
+    def duplicate_components(self, plugins: Sequence[Plugin]) -> list[str]:
+        """A problem for every ``(kind, name)`` that two of ``plugins`` offer."""
+        owners: dict[tuple[str, str], list[Plugin]] = {}
+        for plugin, part in self.components():
+            if plugin in plugins:
+                owners.setdefault((part.kind, part.name), []).append(plugin)
+        return [ambiguous_component(*key, found) for key, found in owners.items() if len(found) > 1]
+
     def option_models(self, *, bundled_only: bool = False) -> dict[str, dict[str, type[BaseModel] | None]]:
         """Role → provider name → option model, for the schema of configurations and for flat arguments.
 
@@ -76,6 +84,11 @@ class Catalog:
                     continue
                 models.setdefault(role, {}).setdefault(offer.name, model)
         return models
+
+
+def ambiguous_component(kind: str, name: str, plugins: Sequence[Plugin]) -> str:
+    """The message for a component that several plugins offer."""
+    return f"{kind} {name!r} is offered by {' and by '.join(plugin.label for plugin in plugins)}; uninstall one of them"
 
 
 def known_flat_names(

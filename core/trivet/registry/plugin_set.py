@@ -32,8 +32,8 @@ class InstalledEntry(TypedDict):
 class ObjectEntry(TypedDict):
     """An embedder's object.
 
-    ``kind``: ``module`` (``path`` is its name), ``object`` (``path`` is ``package.module:Class``, called with ``options``
-    as keywords), ``provider`` or ``component`` (``options`` are the descriptor's fields).
+    ``kind``: ``module`` (``path`` is its name), ``object`` (``path`` is ``package.module:Class``, called with
+    ``options`` as keywords), ``provider`` or ``component`` (``options`` are the descriptor's fields).
     """
 
     name: str

@@ -10,7 +10,7 @@ from trivet import hookspecs
 from trivet.errors import PluginError
 from trivet.hooks import EngineHooks, HookStats, WorkerHooks
 from trivet.provider import API_VERSION, Component
-from trivet.registry.catalog import Catalog
+from trivet.registry.catalog import Catalog, ambiguous_component
 from trivet.registry.contexts import EngineContextImpl, WorkerContextImpl
 from trivet.registry.discovery import describe_objects
 from trivet.registry.imports import load, load_factory
@@ -79,6 +79,7 @@ class Registry:
         self._selector = selector
         self._catalog.check_active(selector.active)
         problems = selector.problems + [problem for plugin in selector.active for problem in plugin.problems]
+        problems += self._catalog.duplicate_components(selector.active)
         if problems:
             raise PluginError(dict.fromkeys(problems))
 
@@ -135,9 +136,7 @@ class Registry:
         if not found:
             raise PluginError(unknown_name(kind, name, {part.name for _, part in parts}))
         if len(found) > 1:
-            raise PluginError(
-                f"{kind} {name!r} is offered by {' and by '.join(p.label for p, _ in found)}; uninstall one of them"
-            )
+            raise PluginError(ambiguous_component(kind, name, [plugin for plugin, _ in found]))
         return found[0]
 
     def component_names(self, kind: str) -> list[str]:

@@ -200,7 +200,8 @@ class Selector:
             text += (
                 f"; plugin {use!r} offers none for this role (what wraps or observes goes under plugins.{EXTENSION})"
             )
-        notes = [plugin.problems[0] for plugin in plugins if plugin.problems and not plugin.offers]
+        silent = [plugin for plugin in plugins if plugin.problems and not plugin.offers]
+        notes = [plugin.problems[0] for plugin in silent if plugin.origin is not Origin.OBJECT]
         text += "".join(f"; note: {note}" for note in notes)
         self._fail(path, text)
 
