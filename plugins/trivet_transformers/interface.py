@@ -29,7 +29,8 @@ class Handler(Protocol):
         given: dict[str, Any],
     ) -> torch.Tensor:
         """One call. ``query`` is ``[1, num_heads, T, head_dim]``, ``key`` and ``value`` ``[1, num_kv_heads, T,
-        head_dim]``; returns ``[1, T, num_heads, v_head_dim]``. ``given`` holds the other keywords of transformers' interface."""
+        head_dim]``; returns ``[1, T, num_heads, v_head_dim]``. ``given`` holds the other keywords of
+        transformers' interface."""
         ...
 
 

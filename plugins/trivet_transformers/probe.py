@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 #: keywords of an attention call that the provider honours, or that change nothing when tokens are flattened
 _KNOWN = frozenset({
     "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout", "position_ids", "cache_position",
-    "layer_idx", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "deterministic",
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "layer_idx", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "deterministic", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 })  # fmt: skip
 
 

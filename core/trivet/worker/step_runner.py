@@ -190,6 +190,7 @@ class StepRunner(Runner):
         assert self._transfers is not None
         assert self._grammars is not None
         changes = self._batch.apply(plan)
+        listeners: list[Any] = [self._sampler, *self._drafters, self._grammars]
         for request in changes.removed:
             self._failed.pop(request.slot, None)
             for listener in self._told.pop(request.slot):
@@ -198,7 +199,7 @@ class StepRunner(Runner):
             told: list[Any] = []
             self._told[request.slot] = told
             try:
-                for listener in (self._sampler, *self._drafters, self._grammars):
+                for listener in listeners:
                     listener.add(request)
                     told.append(listener)
             except (RequestFault, TrivetError) as exc:
