@@ -115,8 +115,8 @@ class Planner:
         flying, drawn = t.in_flight[order], t.num_placeholders[order]
         ok = ~(t.held[order] | self._planned[order] | self._held_now[order])
         if self._feedback:
-            # A verification in flight leaves the number of computed tokens open: nothing can be planned on top of it.
-            ok &= (flying == 0) | ((flying < self._depth) & (self._verifying(order) == 0))
+            # How many drafts a verification accepts, and what is proposed next, is open until it is committed.
+            ok &= (flying < self._depth) & ((drawn == 0) | (t.draft_k[order] == 0))
             ok &= (drawn == 0) | (t.num_known[order] + drawn < t.max_total[order])
         else:
             ok &= flying == 0
@@ -242,12 +242,6 @@ class Planner:
         return plan
 
     # ------------------------------------------------------------------ parts
-
-    def _verifying(self, slots: Int32) -> Int32:
-        t = self.table
-        # Computed beyond known + placeholders means that drafts are being verified in flight.
-        over = t.num_computed[slots] - t.num_known[slots] - t.num_placeholders[slots]
-        return np.maximum(over, 0) + t.num_drafts[slots] * (t.in_flight[slots] > 0)
 
     def _allocate(self, request: Request, slot: int, reserve: int) -> bool:
         """Blocks for all known tokens and ``reserve`` more; False when memory is short (the slot has a table all

@@ -9,7 +9,7 @@ from trivet_paged.options import PagedOptions
 
 from trivet.hookspecs import hookimpl
 from trivet.provider import Provider
-from trivet.roles import Allocation, CacheHit, KVGroup, KVLayout, KVStorage
+from trivet.roles import Allocation, CacheHit, KVGroup, KVLayout
 
 
 class TwoGroupCache(PagedCache):
@@ -25,9 +25,7 @@ class TwoGroupCache(PagedCache):
             KVGroup(0, tuple(s.layer for s in full), "full", self.block_size),
             KVGroup(1, tuple(s.layer for s in windowed), "sliding", 3, windowed[0].window),
         )
-        storage = (KVStorage(groups[0].layers[:1], first.storage[0].num_blocks),)
-        storage += (KVStorage(groups[1].layers[:1], second.storage[0].num_blocks),)
-        return KVLayout(need.specs, groups, storage)
+        return KVLayout(need.specs, groups, first.storage + second.storage)
 
     def extend(self, slots: Any, totals: Any) -> Allocation:
         one, two = super().extend(slots, totals), self.other.extend(slots, totals)

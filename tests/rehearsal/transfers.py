@@ -51,6 +51,8 @@ class ShelfConnector(Connector):
 class ShelfWorker(TransferWorker):
     """Writes the first layer's words of the prompt into the blocks; block 0 of a failing rest stays as it was."""
 
+    endpoint = "shelf"
+
     def __init__(self, context: Any, options: ShelfOptions) -> None:
         self._options = options
         self._under_way: list[list[Any]] = []

@@ -126,12 +126,14 @@ class Selector:
     def _select_one(self, selection: RoleSelection, cardinality: Cardinality) -> None:
         role = selection.role
         given = list(self._paths(role))
-        objects = [offer for offer in self._catalog.offers(role) if offer.is_object]
         if len(given) > 1 or (not given and role in self._config.plugins):
             names = ", ".join(repr(use) for _, use, _ in given) or "an empty list"
             self._fail(f"plugins.{role}", f"role {role!r} takes one provider, got {names}; name one of them")
             return
         path, use, options = given[0] if given else (f"plugins.{role}", AUTO, {})
+        # An object of the role is there to be used; a descriptor is an offer, which the configuration may pass over.
+        offers = [offer for offer in self._catalog.offers(role) if offer.is_object]
+        objects = [offer for offer in offers if offer.instance is not None or use == AUTO]
         if len(objects) > 1:
             labels = " and ".join(offer.plugin.label for offer in objects)
             self.problems.append(f"role {role!r} takes one provider, but {labels} were both passed; pass one of them")
