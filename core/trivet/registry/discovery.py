@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
 
@@ -30,17 +30,10 @@ def discover_installed() -> list[Plugin]:
 
 
 def _entry_points() -> Iterator[tuple[Distribution, EntryPoint]]:
-    # Path order decides which of two copies of one distribution is the installed one, as for imports.
-    seen: set[str] = set()
-    for distribution in distributions():
-        name = distribution.metadata["Name"]
-        key = (name or "").lower().replace("_", "-")
-        if not key or key in seen:
-            continue
-        seen.add(key)
-        for entry_point in distribution.entry_points:
-            if entry_point.group == GROUP:
-                yield distribution, entry_point
+    # Of two copies of one distribution, the first on the path counts, as for imports.
+    for entry_point in entry_points(group=GROUP):
+        if entry_point.dist is not None:
+            yield entry_point.dist, entry_point
 
 
 def _load(distribution: Distribution, entry_point: EntryPoint) -> Plugin:
