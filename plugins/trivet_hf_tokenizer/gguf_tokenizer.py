@@ -190,6 +190,7 @@ def _byte_level(metadata: _Metadata, tokens: list[str]) -> Backend:
         [
             *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.splits),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.gpt2_words),
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in [pre.digit_groups] if pattern),
         ]
     )
     backend.decoder = decoders.ByteLevel()
