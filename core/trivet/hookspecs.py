@@ -6,7 +6,13 @@ several implementations, what may be **mutated**, the **thread**, and the **hot-
 happened at once). No hook is ever called per token, per request or per layer.
 
 Three kinds: **provider** hooks return descriptors, **phase** hooks can be wrapped (never plainly implemented) by
-plugins, **observer** hooks are told and return nothing."""
+plugins, **observer** hooks are told and return nothing.
+
+An entry point's plugin is active when one of its providers is selected, or when the configuration names the entry point
+under ``plugins.extension``, a list: ``extension: [{use: my_wrapper, key: 7}]``. Such a module may declare, besides hooks,
+``trivet_options``, the :class:`trivet_schemas.options.Options` subclass that validates the keys next to ``use``, and
+``trivet_api``, the ``(major, minor)`` version of this interface that it was written for.
+"""
 
 from __future__ import annotations
 

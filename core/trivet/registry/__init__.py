@@ -27,6 +27,7 @@ same registry: ``Registry.from_plugin_set(data).worker_context(rank=rank, world_
 
 Connectors and cache tiers are :class:`trivet.roles.TransferWorker` objects on a worker's side. Before there is a
 configuration, :class:`Catalog` lists what is installed: ``Catalog().option_models()`` feeds the configuration's schema,
+``Catalog().check()`` gives the problems of everything installed, used or not (``trivet plugins check``),
 and :func:`known_flat_names` gives the flat arguments that ``EngineConfig.from_flat`` takes.
 
 Which plugins are active: those whose provider is selected, those that ``plugins.extension`` names by their entry point,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trivet.errors import PluginError
 from trivet.provider import Component
 from trivet.registry.discovery import describe_objects, discover_installed
-from trivet.registry.imports import load_options_model
-from trivet.registry.offers import collect_offers, collect_specs
+from trivet.registry.imports import import_problems, load, load_options_model, missing_requirements, problems_of
+from trivet.registry.offers import EXTENSION, collect_offers, collect_specs
 from trivet.registry.records import Offer, Origin, Plugin
 from trivet.registry.validation import check_hooks, core_specs, scan
 from trivet.roles.base import CARDINALITY
@@ -65,25 +66,58 @@ class Catalog:
                 owners.setdefault((part.kind, part.name), []).append(plugin)
         return [ambiguous_component(*key, found) for key, found in owners.items() if len(found) > 1]
 
-    def option_models(self, *, bundled_only: bool = False) -> dict[str, dict[str, type[BaseModel] | None]]:
+    def check(self) -> list[str]:
+        """Every problem of every plugin, active or not, and what importing factories, option models and reducers shows.
+
+        This is what ``trivet plugins check`` prints. Providers whose extra is not installed are passed over.
+        """
+        self.option_models()
+        problems = [problem for plugin in self.plugins for problem in plugin.problems]
+        problems += self.duplicate_components(self.plugins)
+        for role in CARDINALITY:
+            offers = self.offers(role)
+            for name, count in Counter(offer.name for offer in offers).items():
+                if count > 1:
+                    labels = " and ".join(offer.plugin.label for offer in offers if offer.name == name)
+                    problems.append(f"role {role!r}: the provider {name!r} is offered by {labels}; it cannot be named")
+            for offer in offers:
+                if offer.provider is not None and not missing_requirements(offer):
+                    problems += import_problems(offer)
+        for plugin, part in self.components():
+            problems += problems_of(load, part.factory, f"{plugin.label}: factory of {part.kind} {part.name!r}")
+        return list(dict.fromkeys(problems))
+
+    def option_models(
+        self, *, bundled_only: bool = False, extensions: bool = False
+    ) -> dict[str, dict[str, type[BaseModel] | None]]:
         """Role → provider name → option model, for the schema of configurations and for flat arguments.
 
-        ``bundled_only`` leaves out other distributions' providers, but not an embedder's. A model that cannot be
-        imported is reported as its plugin's problem and left out.
+        ``bundled_only`` leaves out other distributions' providers, but not an embedder's. ``extensions`` adds the key
+        ``extension`` with the plugins that wrap or observe, for the schema. A model that cannot be imported is reported
+        as its plugin's problem and left out.
         """
         models: dict[str, dict[str, type[BaseModel] | None]] = {}
+        wanted = [p for p in self.plugins if not (bundled_only and p.origin is Origin.INSTALLED)]
         for role in CARDINALITY:
-            for offer in self.offers(role):
-                if bundled_only and offer.plugin.origin is Origin.INSTALLED:
-                    continue
-                try:
-                    declared = offer.provider.options if offer.provider else None
-                    model = load_options_model(declared, offer.plugin, f"provider {offer.name!r}")
-                except PluginError as exc:
-                    offer.plugin.problems += [p for p in exc.problems if p not in offer.plugin.problems]
-                    continue
-                models.setdefault(role, {}).setdefault(offer.name, model)
+            for offer in [offer for plugin in wanted for offer in plugin.offers if offer.role == role]:
+                declared = offer.provider.options if offer.provider else None
+                self._add_model(models, role, offer.name, offer.plugin, declared)
+        for plugin in wanted if extensions else ():
+            if plugin.extends and not plugin.problems:
+                declared = getattr(plugin.target, "trivet_options", None)
+                self._add_model(models, EXTENSION, plugin.name, plugin, declared)
         return models
+
+    @staticmethod
+    def _add_model(
+        models: dict[str, dict[str, type[BaseModel] | None]], role: str, name: str, plugin: Plugin, declared: Any
+    ) -> None:
+        try:
+            model = load_options_model(declared, plugin, f"{role} {name!r}")
+        except PluginError as exc:
+            plugin.problems += [problem for problem in exc.problems if problem not in plugin.problems]
+        else:
+            models.setdefault(role, {}).setdefault(name, model)
 
 
 def ambiguous_component(kind: str, name: str, plugins: Sequence[Plugin]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trivet.context import Context, EngineContext, Hold, WorkerContext
 from trivet.errors import PluginError
-from trivet.registry.imports import load, load_factory
+from trivet.registry.imports import load, load_factory, load_worker_factory
 from trivet.registry.records import Offer
 from trivet.roles import ROLE_CLASSES
 from trivet.roles.base import CARDINALITY, ROLE_SIDES, Cardinality, Side
@@ -242,8 +242,7 @@ class WorkerContextImpl(_Built, WorkerContext):
         offer = choice.offer
         if offer.role not in _HALVED:
             return super()._construct(choice)
-        path: Any = offer.provider.worker_factory if offer.provider else getattr(offer.instance, "worker_factory", None)
-        if path is None:
+        factory = load_worker_factory(offer)
+        if factory is None:
             return None
-        factory = load(path, f"{offer.label}: worker_factory") if isinstance(path, str) else path
         return self._checked(offer, factory(self, _options_of(choice)), TransferWorker)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from trivet.registry.records import Offer, Plugin
+    from trivet.result import Reducer
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -91,6 +92,37 @@ def load_factory(offer: Offer) -> Callable[..., Any]:
     if problems:
         raise PluginError([f"{offer.label}: factory {provider.factory!r} {problem}" for problem in problems])
     return factory  # type: ignore[no-any-return]
+
+
+def load_reducers(offer: Offer) -> dict[str, Reducer]:
+    """The reducers that a descriptor names. Raises :class:`PluginError` for the first that does not import."""
+    paths = offer.provider.reducers if offer.provider is not None else {}
+    return {name: load(path, f"{offer.label}: reducer {name!r}") for name, path in paths.items()}
+
+
+def load_worker_factory(offer: Offer) -> Callable[..., Any] | None:
+    """What makes the worker half of a connector or tier, None if it has none. Raises :class:`PluginError`."""
+    path: Any = offer.provider.worker_factory if offer.provider else getattr(offer.instance, "worker_factory", None)
+    factory: Callable[..., Any] | None = load(path, f"{offer.label}: worker_factory") if isinstance(path, str) else path
+    return factory
+
+
+def import_problems(offer: Offer, *, worker_half: bool = True) -> list[str]:
+    """Everything that importing what a descriptor names brings to light.
+
+    ``worker_half`` False leaves out what only workers import.
+    """
+    problems = [*problems_of(load_factory, offer), *problems_of(load_reducers, offer)]
+    return problems + problems_of(load_worker_factory, offer) if worker_half else problems
+
+
+def problems_of(function: Callable[..., object], *arguments: object) -> list[str]:
+    """The problems of the :class:`PluginError` that a call raises; none if it succeeds."""
+    try:
+        function(*arguments)
+    except PluginError as exc:
+        return exc.problems
+    return []
 
 
 def _call_problem(factory: Callable[..., Any]) -> str | None:

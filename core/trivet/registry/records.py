@@ -67,6 +67,11 @@ class Plugin:
         text = f"plugin {self.name!r}"
         return f"{text} ({', '.join(where)})" if where else text
 
+    @property
+    def extends(self) -> bool:
+        """Whether it does anything besides offering providers and components."""
+        return any(impl.hook not in {"trivet_providers", "trivet_components"} for impl in self.hooks)
+
     def implements(self, hook: str) -> HookImpl | None:
         """The implementation of ``hook``, None if there is none."""
         return next((impl for impl in self.hooks if impl.hook == hook), None)

@@ -13,7 +13,7 @@ from trivet.provider import API_VERSION, Component
 from trivet.registry.catalog import Catalog, ambiguous_component
 from trivet.registry.contexts import EngineContextImpl, WorkerContextImpl
 from trivet.registry.discovery import describe_objects
-from trivet.registry.imports import load, load_factory
+from trivet.registry.imports import import_problems, load_reducers
 from trivet.registry.manager import Manager, build_manager, compile_observers, wrappers_of
 from trivet.registry.plugin_set import (
     PluginSet,
@@ -32,8 +32,12 @@ from trivet_schemas.errors import unknown_name
 
 if TYPE_CHECKING:
     from trivet.context import Context
+    from trivet.events import CommitEvents
     from trivet.hooks import PhaseAdapter
-    from trivet.result import Reducer
+    from trivet.plan import StepPlan
+    from trivet.result import Reducer, StepResult
+    from trivet.roles.executor import PendingStep
+    from trivet.roles.scheduler import ScheduleInputs
     from trivet_schemas.config import EngineConfig
 
 logger = logging.getLogger("trivet.registry")
@@ -134,7 +138,8 @@ class Registry:
         parts = [(plugin, part) for plugin, part in self._catalog.components() if part.kind == kind]
         found = [(plugin, part) for plugin, part in parts if part.name == name]
         if not found:
-            raise PluginError(unknown_name(kind, name, {part.name for _, part in parts}))
+            notes = "".join(f"; note: {plugin.problems[0]}" for plugin in self._catalog.plugins if plugin.failure)
+            raise PluginError(unknown_name(kind, name, {part.name for _, part in parts}) + notes)
         if len(found) > 1:
             raise PluginError(ambiguous_component(kind, name, [plugin for plugin, _ in found]))
         return found[0]
@@ -156,8 +161,7 @@ class Registry:
         """Reducers of result extensions that the selected providers declare, imported. Raises :class:`PluginError`."""
         found: dict[str, Reducer] = {}
         for choice in self.choices():
-            for name, path in (choice.offer.provider.reducers if choice.offer.provider else {}).items():
-                found[name] = load(path, f"{choice.offer.label}: reducer {name!r}")
+            found |= load_reducers(choice.offer)
         return found
 
     def capabilities(self, role: str) -> list[Mapping[str, Any]]:
@@ -178,23 +182,16 @@ class Registry:
         problems: list[str] = []
         for choice in self.choices():
             if choice.offer.provider is not None and (roles is None or choice.offer.role in roles):
-                try:
-                    load_factory(choice.offer)
-                except PluginError as exc:
-                    problems += exc.problems
-        try:
-            self.reducers()
-        except PluginError as exc:
-            problems += exc.problems
+                problems += import_problems(choice.offer, worker_half=False)
         if problems:
             raise PluginError(dict.fromkeys(problems))
 
     def freeze(
         self,
         *,
-        schedule: Callable[..., Any] | None = None,
-        run: Callable[..., Any] | None = None,
-        commit: Callable[..., Any] | None = None,
+        schedule: Callable[[ScheduleInputs], StepPlan] | None = None,
+        run: Callable[[StepPlan], PendingStep] | None = None,
+        commit: Callable[[StepPlan, StepResult], CommitEvents] | None = None,
     ) -> EngineHooks:
         """Build per-engine wrappers and observers, register everything, and refuse any change from then on.
 

@@ -319,7 +319,7 @@ class Selector:
             for problem in plugin.problems:
                 self._fail(path, f"{plugin.name!r} cannot be used: {problem}")
             return
-        if all(impl.hook in {"trivet_providers", "trivet_components"} for impl in plugin.hooks):
+        if not plugin.extends:
             roles = sorted({offer.role for offer in plugin.offers})
             self._fail(path, f"{plugin.label} wraps and observes nothing; name its providers under {listed(roles)}")
             return

@@ -75,6 +75,21 @@ def test_option_models_by_role_and_provider(world: Any) -> None:
     assert list(Catalog().option_models(bundled_only=True)["scheduler"]) == ["continuous"]
 
 
+def test_the_option_models_of_extensions_are_for_the_schema_only(world: Any) -> None:
+    world.plugin(
+        "mark",
+        """
+        from fakes import SizeOptions as trivet_options
+
+        @hookimpl
+        def trivet_step_finished(event): ...
+        """,
+    )
+    assert "extension" not in Catalog().option_models()
+    models = Catalog().option_models(extensions=True)
+    assert models["extension"]["mark"].__name__ == "SizeOptions"
+
+
 def test_a_broken_option_model_is_reported_and_left_out(world: Any) -> None:
     world.bundle(
         a="@hookimpl\ndef trivet_providers():\n"
@@ -92,3 +107,33 @@ def test_flat_arguments_come_from_bundled_and_named_plugins_only(world: Any) -> 
     assert known_flat_names() == {"max_num_seqs": [("scheduler", "seqs")]}
     for selections in ({"scheduler": "theirs"}, {"scheduler": {"use": "theirs"}}, {"scheduler": [{"use": "theirs"}]}):
         assert known_flat_names(selections=selections)["their_seqs"] == [("scheduler", "count")]
+
+
+class TestCheck:
+    def test_a_sound_environment_has_no_problems(self, world: Any) -> None:
+        world.bundle(a=OFFERS.format(name="continuous"))
+        world.plugin("theirs", OFFERS.format(name="theirs"))
+        assert Catalog().check() == []
+
+    def test_what_is_wrong_is_found_although_nothing_is_used(self, world: Any) -> None:
+        world.plugin("broken", "raise RuntimeError('boom')")
+        world.plugin("bad", "@hookimpl\ndef trivet_step_finished(evnt): ...\n")
+        world.offering("one", 'Provider("cache", "c", "fakes:Cache", reducers={"x": "fakes:no_reducer"})')
+        world.offering("two", 'Provider("cache", "c", "fakes:NoCache")')
+        world.offering("three", 'Provider("connector", "c", "fakes:Connector", worker_factory="fakes:NoWorker")')
+        world.offering("four", 'Provider("cache", "far", "nowhere:Cache", requires={"no_such_module": "far"})')
+        world.plugin(
+            "five", '@hookimpl\ndef trivet_components():\n    return [Component("policy", "p", "fakes:no_policy")]\n'
+        )
+        problems = Catalog().check()
+        for part in (
+            "RuntimeError: boom",
+            "takes 'evnt'",
+            "the provider 'c' is offered by plugin 'one' (acme-one 1.0",
+            "has no 'no_reducer'",
+            "has no 'NoCache'",
+            "has no 'NoWorker'",
+            "has no 'no_policy'",
+        ):
+            assert sum(part in problem for problem in problems) == 1, (part, problems)
+        assert len(problems) == 7
