@@ -33,12 +33,14 @@ class ModelLocation:
     revision: str | None = None
 
 
-def resolve_model(name: str | Path) -> ModelLocation:
+def resolve_model(name: str | Path, *, weights: bool = True) -> ModelLocation:
     """Find the files of the model ``name``; downloads a hub model that is not in the hub's cache yet.
 
     Args:
         name: In this order: ``demo``; an existing GGUF file; an existing folder that holds ``config.json`` or exactly
             one GGUF file; a hub id ``owner/name``, with a branch, tag or commit after ``@`` if wanted.
+        weights: False to leave a hub model's weights where they are, for those who want only its tokenizer; the hub id
+            may then be one without a model.
 
     Raises:
         ModelLoadError: Nothing is there, the folder holds no model or several, or the hub cannot be reached or refuses.
@@ -60,7 +62,14 @@ def resolve_model(name: str | Path) -> ModelLocation:
         raise ModelLoadError(
             f"missing {what}: {path} does not exist; correct `model`, or download the model to that place"
         )
-    return _resolve_hub(match["id"], match["revision"])
+    return _resolve_hub(match["id"], match["revision"], weights=weights)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether :func:`resolve_model` would ask the hub for the model ``name``, because nothing here has that name."""
+    if name == "demo" or Path(name).expanduser().exists():
+        return False
+    return _HUB_ID.fullmatch(name) is not None and not _looks_local(name)
 
 
 def _looks_local(name: str) -> bool:
@@ -95,7 +104,7 @@ def _resolve_folder(path: Path) -> ModelLocation:
     raise ModelLoadError(f"{path} holds neither config.json nor a GGUF file; name a folder that contains a model")
 
 
-def _resolve_hub(repo_id: str, revision: str | None) -> ModelLocation:
+def _resolve_hub(repo_id: str, revision: str | None, *, weights: bool) -> ModelLocation:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -110,7 +119,12 @@ def _resolve_hub(repo_id: str, revision: str | None) -> ModelLocation:
     # The HTTP client's own base class; which client that is depends on the version of huggingface_hub.
     transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
-        folder = snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+        folder = snapshot_download(
+            repo_id,
+            revision=revision,
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=_HUB_IGNORED if weights else [*_HUB_IGNORED, "*.safetensors"],
+        )
     except GatedRepoError as error:
         raise ModelLoadError(
             f"the hub model {repo_id!r} is gated: accept its terms on its page, then log in with `hf auth login`"
@@ -132,7 +146,7 @@ def _resolve_hub(repo_id: str, revision: str | None) -> ModelLocation:
             "folder or GGUF file"
         ) from error
     path = Path(folder).absolute()
-    if not (path / "config.json").is_file():
+    if weights and not (path / "config.json").is_file():
         raise ModelLoadError(
             f"the hub model {repo_id!r} has no config.json; if it is a collection of GGUF files, download one of them "
             f"(`hf download {repo_id} FILE.gguf`) and set `model` to its path"

@@ -1,0 +1,59 @@
+"""From an exception to what the user sees and the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import TextIO
+
+import typer
+
+FAILED = 1
+WRONG_INPUT = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def complain(message: object, *, kind: str = "error", stream: TextIO | None = None) -> None:
+    """Print ``error: message`` to stderr."""
+    out = sys.stderr if stream is None else stream
+    colour = typer.colors.YELLOW if kind != "error" else typer.colors.RED
+    typer.echo(f"{typer.style(f'{kind}:', fg=colour, bold=True)} {message}", file=out)
+
+
+def exit_code(error: BaseException, *, debug: bool = False) -> int:
+    """Report ``error`` and return the exit code.
+
+    What a user can mend is one message without traceback (``debug`` adds it). Anything else is a fault of the program
+    or of a plugin and keeps its traceback.
+    """
+    from trivet.errors import TrivetError
+    from trivet_schemas.errors import SchemaError
+
+    if isinstance(error, KeyboardInterrupt):
+        complain("interrupted", kind="note")
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        leave_pipe()
+        return BROKEN_PIPE
+    if isinstance(error, TrivetError | SchemaError):
+        if debug:
+            _print_traceback(error)
+        complain(error)
+        return error.exit_code
+    _print_traceback(error)
+    complain(f"this is a fault of Trivet or of a plugin, not of your input: {type(error).__name__}: {error}")
+    return FAILED
+
+
+def leave_pipe() -> None:
+    """Send what is still buffered nowhere, or the interpreter would complain about the pipe once more as it ends."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _print_traceback(error: BaseException) -> None:
+    typer.echo("".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
