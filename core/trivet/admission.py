@@ -50,15 +50,7 @@ class Admissions:
         life = self._p.lifecycle
         if request_id in life.requests:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request", param="request_id")
-        ids = self._prompt(prompt_token_ids)
-        max_total, task = self._params(params, ids)
-        if not self._p.cache.fits(max_total):
-            stats = self._p.cache.stats()
-            raise RequestError(
-                f"a request of {len(ids)} prompt tokens that may grow to {max_total} can never fit into the KV cache "
-                f"of {stats.total} blocks; shorten it, lower max_tokens, or raise plugins.cache.memory",
-                param="prompt",
-            )
+        ids, max_total, task = self.validate(prompt_token_ids, params)
         seed = getattr(params, "seed", None)
         tags = dict(cache_tags or {})
         if adapter is not None:
@@ -85,6 +77,19 @@ class Admissions:
         self._count += 1
         self._added.append(request)
         return request
+
+    def validate(self, prompt_token_ids: Sequence[int], params: Any) -> tuple[Int32, int, Task]:
+        """The prompt's ids, the most tokens that the request may grow to, and its task; RequestError if it is refused."""
+        ids = self._prompt(prompt_token_ids)
+        max_total, task = self._params(params, ids)
+        if not self._p.cache.fits(max_total):
+            stats = self._p.cache.stats()
+            raise RequestError(
+                f"a request of {len(ids)} prompt tokens that may grow to {max_total} can never fit into the KV cache "
+                f"of {stats.total} blocks; shorten it, lower max_tokens, or raise plugins.cache.memory",
+                param="prompt",
+            )
+        return ids, max_total, task
 
     def tell(self) -> None:
         """Report what was queued since the last call."""

@@ -104,6 +104,10 @@ class Engine:
         self._faults.check_healthy()
         return self._admissions.add(request_id, prompt_token_ids, params, **details)
 
+    def validate(self, prompt_token_ids: Sequence[int], params: Any) -> None:
+        """Raise what :meth:`add_request` would for such a request, and queue nothing."""
+        self._admissions.validate(prompt_token_ids, params)
+
     def abort(self, request_ids: Iterable[str], reason: str = "abort") -> None:
         """End requests at once; ids that are unknown or ended have no effect."""
         for request_id in list(request_ids):
