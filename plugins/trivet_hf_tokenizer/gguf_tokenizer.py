@@ -255,17 +255,19 @@ def derive_merges(
 ) -> list[tuple[str, str]]:
     """The merges that make byte-pair encoding join pieces as sentencepiece does, best piece first.
 
-    Every cut of a piece into two pieces of the vocabulary is a merge. The order is that of the scores; user-defined
-    pieces, which sentencepiece finds before all others, come first.
+    Every cut of a piece into two pieces of the vocabulary is a merge. The order is that of the scores, or of the ids if
+    there are none; user-defined pieces, which sentencepiece finds before all others, come first. No text merges into
+    control and byte tokens.
     """
-    order: Sequence[str] = pieces
+    joined = {_TokenType.NORMAL, _TokenType.USER_DEFINED, _TokenType.UNUSED}
+    order = [i for i, kind in enumerate(types) if kind in joined]
     if scores is not None:
         ranks = [1.0e9 if kind == _TokenType.USER_DEFINED else score for kind, score in zip(types, scores, strict=True)]
-        order = [pieces[i] for i in sorted(range(len(pieces)), key=ranks.__getitem__, reverse=True)]
-    # The hot loop of loading a vocabulary of 262,144 pieces: 1.5 million cuts are tried.
+        order.sort(key=ranks.__getitem__, reverse=True)
+    # The hot loop of loading a vocabulary of 262,144 pieces: 1.2 million cuts are tried.
     return [
         (left, right)
-        for piece in order
+        for piece in map(pieces.__getitem__, order)
         for cut in range(len(piece) - 1, 0, -1)
         if (left := piece[:cut]) in vocab and (right := piece[cut:]) in vocab
     ]

@@ -154,7 +154,7 @@ def _load(path: str | Path, *, trust_remote_code: bool) -> TokenizerParts:
     # A folder that holds a tokenizer and no model is no model location.
     if folder.is_dir() and any(file.is_file() for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
         return load_folder(folder, trust_remote_code=trust_remote_code)
-    location = resolve_model(path)
+    location = resolve_model(path, weights=False)
     if location.kind == "gguf":
         return load_gguf(location.path)
     return load_folder(location.path, trust_remote_code=trust_remote_code)
