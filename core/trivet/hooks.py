@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
@@ -47,7 +47,7 @@ class HookStats:
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
         self.errors: Counter[tuple[str, str]] = Counter()
-        self.seconds: Counter[tuple[str, str]] = Counter()
+        self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
 
 
 class _Hooks:
@@ -224,7 +224,7 @@ class EngineHooks(_Hooks):
                 self._observers[hook] = tuple(other for other in self._observers[hook] if other is not observer)
                 logger.exception("plugin %r raised in %s; it is no longer told", observer.plugin, hook)
             self.stats.calls[key] += 1
-            self.stats.seconds[key] += time.perf_counter() - start  # type: ignore[assignment]
+            self.stats.seconds[key] += time.perf_counter() - start
 
 
 class WorkerHooks(_Hooks):

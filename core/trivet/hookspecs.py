@@ -9,9 +9,9 @@ Three kinds: **provider** hooks return descriptors, **phase** hooks can be wrapp
 plugins, **observer** hooks are told and return nothing.
 
 An entry point's plugin is active when one of its providers is selected, or when the configuration names the entry point
-under ``plugins.extension``, a list: ``extension: [{use: my_wrapper, key: 7}]``. Such a module may declare, besides hooks,
-``trivet_options``, the :class:`trivet_schemas.options.Options` subclass that validates the keys next to ``use``, and
-``trivet_api``, the ``(major, minor)`` version of this interface that it was written for.
+under ``plugins.extension``, a list: ``extension: [{use: my_wrapper, key: 7}]``. Such a module may declare, besides
+hooks, ``trivet_options``, the :class:`trivet_schemas.options.Options` subclass that validates the keys next to ``use``,
+and ``trivet_api``, the ``(major, minor)`` version of this interface that it was written for.
 """
 
 from __future__ import annotations

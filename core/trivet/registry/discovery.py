@@ -75,13 +75,15 @@ def _load(distribution: Distribution, entry_point: EntryPoint) -> Plugin:
 def describe_objects(plugins: Sequence[object], origin: Origin = Origin.OBJECT, *, prefix: str = "") -> list[Plugin]:
     """A record per object: a module or instance with hook implementations, a role's object, a descriptor."""
     names: Counter[str] = Counter()
-    records = []
-    for target in plugins:
+    records: list[Plugin] = []
+    for position, target in enumerate(plugins):
         name = prefix + _name_of(target)
         names[name] += 1
         if names[name] > 1:
             name = f"{name}#{names[name]}"
         records.append(_describe(name, target, origin))
+        if any(target is earlier for earlier in plugins[:position]):
+            records[-1].report("the same object is given twice")
     return records
 
 

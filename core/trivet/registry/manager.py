@@ -23,10 +23,7 @@ _ADAPTER = "trivet"
 
 
 class Manager(pluggy.PluginManager):
-    """A plugin manager that can be frozen.
-
-    Phase hooks are left to guards, so a plugin's own functions are never registered for them.
-    """
+    """A plugin manager that can be frozen."""
 
     def __init__(self) -> None:
         super().__init__(hookspecs.PROJECT)
@@ -36,13 +33,6 @@ class Manager(pluggy.PluginManager):
     def freeze(self) -> None:
         """Refuse every change from now on."""
         self._frozen = True
-
-    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        """Pluggy's options of an implementation; phases count only for the core's adapter and the guards."""
-        options = super().parse_hookimpl_opts(plugin, name)
-        if options is not None and (options.get("specname") or name) in PHASE_HOOKS:
-            return options if isinstance(plugin, PhaseAdapter | Guard) else None
-        return options
 
     def register(self, plugin: Any, name: str | None = None) -> str | None:
         """Register, unless frozen."""
@@ -74,10 +64,24 @@ class Manager(pluggy.PluginManager):
             raise PluginError(f"{what}: the plugins of a running engine are frozen; pass them when it is made")
 
 
+class Registered:
+    """Stands for one plugin in the manager, with its hooks other than phases under their names.
+
+    Pluggy compares plugins with ``==``, which two equal objects of an embedder must not meet.
+    """
+
+    def __init__(self, plugin: Plugin) -> None:
+        self.name = plugin.name
+        for impl in plugin.hooks:
+            if impl.hook not in PHASE_HOOKS:
+                setattr(self, impl.hook, impl.function)
+
+
 class Guard:
     """Stands for one plugin's wrapper of one phase: checks its result, names it in exceptions, counts and times it."""
 
     def __init__(self, plugin: Plugin, impl: HookImpl, stats: HookStats) -> None:
+        self.name = plugin.name
         self._plugin, self._impl, self._stats = plugin, impl, stats
 
     def around(self, **arguments: Any) -> Generator[None, Any, Any]:
@@ -92,7 +96,7 @@ class Guard:
         except StopIteration:
             self._fail("returned without a yield")
         except Exception as exc:
-            self._name(exc)
+            self._annotate(exc)
             raise
         before = time.perf_counter() - start
         outcome: Any = None
@@ -105,7 +109,7 @@ class Guard:
         try:
             returned = self._finish(controller, outcome, failure)
         finally:
-            self._stats.seconds[key] += before + time.perf_counter() - start  # type: ignore[assignment]
+            self._stats.seconds[key] += before + time.perf_counter() - start
         self._check(returned, outcome, failure)
         return returned
 
@@ -119,7 +123,7 @@ class Guard:
             return stop.value
         except Exception as exc:
             if exc is not failure:
-                self._name(exc)
+                self._annotate(exc)
             raise
         controller.close()
         return self._fail("has a second yield")
@@ -142,7 +146,7 @@ class Guard:
             f"{self._plugin.label}: the wrapper {self._impl.hook} at {self._impl.place} {what}"
         ) from cause
 
-    def _name(self, exc: BaseException) -> None:
+    def _annotate(self, exc: BaseException) -> None:
         self._stats.errors[self._plugin.name, self._impl.hook] += 1
         exc.add_note(f"raised in {self._impl.hook} of {self._plugin.label}")
 
@@ -232,19 +236,20 @@ def build_manager(plugins: Sequence[Plugin], stats: HookStats) -> tuple[Manager,
         for namespace in plugin.specs:
             manager.add_hookspecs(namespace)
     manager.register(adapter, _ADAPTER)
-    for plugin in plugins:
+    for number, plugin in enumerate(plugins):
+        # Two distributions may use one entry point name, so a name alone is not unique.
+        key = f"{number}:{plugin.name}"
         for impl in plugin.hooks:
             if impl.hook in PHASE_HOOKS:
-                manager.register(_guard(plugin, impl, stats), f"{plugin.name}:{impl.hook}")
-        if any(impl.hook not in PHASE_HOOKS for impl in plugin.hooks):
-            manager.register(plugin.target, plugin.name)
+                manager.register(_guard(plugin, impl, stats), f"{key}:{impl.hook}")
+        manager.register(Registered(plugin), key)
     return manager, adapter
 
 
 def wrappers_of(manager: Manager, hook: str) -> list[str]:
     """Names of the plugins that wrap a phase, outermost first."""
-    implementations = reversed(getattr(manager.hook, hook).get_hookimpls())
-    return [impl.plugin_name.rpartition(":")[0] for impl in implementations if impl.wrapper]
+    plugins = [impl.plugin for impl in reversed(getattr(manager.hook, hook).get_hookimpls())]
+    return [plugin.name for plugin in plugins if isinstance(plugin, Guard)]
 
 
 def compile_observers(plugins: Sequence[Plugin], specs: Mapping[str, tuple[str, ...]]) -> dict[str, list[Observer]]:

@@ -92,14 +92,10 @@ class Registry:
         """The registry that ``data`` describes. Raises :class:`PluginError` if plugins or versions differ here."""
         from trivet_schemas.config import EngineConfig
 
-        objects = []
-        for entry in data["objects"]:
-            target = rebuild_object(entry)
-            objects.append(target)
-        registry = cls(EngineConfig(**data["config"]), objects, side=side, required=(), pins=data["selection"])
-        if problems := api_problems(data["api"]) + installed_problems(data["installed"], registry._catalog):
+        if problems := api_problems(data["api"]) + installed_problems(data["installed"], Catalog()):
             raise PluginError(problems)
-        return registry
+        objects = [rebuild_object(entry) for entry in data["objects"]]
+        return cls(EngineConfig(**data["config"]), objects, side=side, required=(), pins=data["selection"])
 
     def _default_required(self) -> list[str]:
         has_executor = any(offer.is_object for offer in self._catalog.offers("executor"))

@@ -15,6 +15,21 @@ from trivet.registry import Catalog
 SCHEDULER = 'Provider("scheduler", "mine", "fakes:Scheduler")'
 
 
+class Watching:
+    """An observer; all of them are equal."""
+
+    told = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Watching)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @hookimpl
+    def trivet_step_finished(self, event: Any) -> None:
+        type(self).told += 1
+
+
 def report(registry: Any, name: str) -> Any:
     return next(plugin for plugin in registry.plugins() if plugin.name == name)
 
@@ -86,6 +101,27 @@ def test_a_class_passed_instead_of_an_object(world: Any) -> None:
     assert "Watcher is a class, not an object; have you forgotten the ()?" in problem
     assert str(Path(__file__)) in problem
     assert world.registry(None, Watcher()).active
+
+
+def test_an_object_given_twice(world: Any) -> None:
+    watcher = Watching()
+    assert "the same object is given twice" in world.problem(None, watcher, watcher)
+
+
+def test_equal_objects_are_two_plugins(world: Any) -> None:
+    Watching.told = 0
+    world.registry(None, Watching(), Watching()).freeze().step_finished("event")
+    assert Watching.told == 2
+
+
+def test_one_entry_point_name_in_two_distributions_is_two_plugins(world: Any) -> None:
+    for number, role in enumerate(("scheduler", "cache")):
+        hook = "@hookimpl\ndef trivet_step_finished(event): ...\n"
+        offer = f'[Provider("{role}", "{role}{number}", "fakes:Role")]'
+        world.module(f"same{number}", f"{hook}\n@hookimpl\ndef trivet_providers():\n    return {offer}\n")
+        world.distribution(f"acme-{number}", "1.0", {"same": f"same{number}"})
+    registry = world.registry({"scheduler": "scheduler0", "cache": "cache1"})
+    assert registry.hook_order()["trivet_step_finished"] == ["same", "same"]
 
 
 def test_an_object_without_hooks_or_role(world: Any) -> None:

@@ -206,22 +206,22 @@ class TestOfferedHooks:
 
 class TestFrozen:
     def test_nothing_can_be_changed_afterwards(self, world: Any) -> None:
-        watcher = Watcher()
-        registry = world.registry(None, watcher)
+        registry = world.registry(None, Watcher())
         registry.freeze()
         manager = registry.engine_context.manager
         assert manager is not None
+        ((name, registered),) = ((n, p) for n, p in manager.list_name_plugin() if n.endswith("Watcher"))
         for change in (
             lambda: manager.register(Watcher()),
-            lambda: manager.unregister(watcher),
-            lambda: manager.unregister(name="Watcher"),
-            lambda: manager.set_blocked("Watcher"),
-            lambda: manager.unblock("Watcher"),
+            lambda: manager.unregister(registered),
+            lambda: manager.unregister(name=name),
+            lambda: manager.set_blocked(name),
+            lambda: manager.unblock(name),
             lambda: manager.add_hookspecs(Specs),
         ):
             with pytest.raises(PluginError, match="the plugins of a running engine are frozen"):
                 change()
-        assert manager.is_registered(watcher)
+        assert manager.get_plugin(name) is registered
 
     def test_the_freeze_happens_once(self, world: Any) -> None:
         registry = world.registry()
