@@ -77,8 +77,6 @@ class LLM:
             trivet_schemas.errors.ConfigError: For arguments that nothing knows or that break a rule.
             trivet.errors.TrivetError: For a model or a set of plugins that cannot be used.
         """
-        from trivet_schemas.config import EngineConfig
-
         section = plugins if isinstance(plugins, Mapping) else {}
         objects = () if isinstance(plugins, Mapping) else tuple(plugins)
         values = {
@@ -94,13 +92,12 @@ class LLM:
             "plugins": section,
             **options,
         }
-        config = EngineConfig.from_flat(values, flat_names(section, objects))
-        self._attach(Engine(config, objects))
+        self._attach(Engine(values, objects))
 
     @classmethod
     def from_config(cls, config: EngineConfig | Mapping[str, Any] | str | Path, plugins: Sequence[object] = ()) -> Self:
         """Start from a YAML file, a mapping like one, or a configuration; ``plugins`` are plugin objects."""
-        return cls.from_engine(Engine(str(config) if isinstance(config, Path) else config, plugins))
+        return cls.from_engine(Engine(config, plugins))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
@@ -313,32 +310,6 @@ class _Progress:
     def __exit__(self, *exc_info: object) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def flat_names(section: Mapping[str, Any], objects: Sequence[object]) -> dict[str, list[tuple[str, str]]]:
-    """The flat arguments that count: those of the bundled plugins and of the ones that ``section`` or ``objects`` name.
-
-    Another installed plugin is not active, so its names must neither be taken nor stand in the way.
-    """
-    from trivet.registry.catalog import Catalog
-    from trivet_schemas.options import collect_flat_names
-
-    catalog = Catalog(objects)
-    models = catalog.option_models(bundled_only=True)
-    for role, known in catalog.option_models().items():
-        for name in _named(section.get(role)) & known.keys():
-            models.setdefault(role, {})[name] = known[name]
-    return collect_flat_names(models)
-
-
-def _named(selection: Any) -> set[str]:
-    """The providers that a role's selection names; a selection of a wrong form is reported by the configuration."""
-    found: set[str] = set()
-    for item in selection if isinstance(selection, list | tuple) else [selection]:
-        name = item.get("use") if isinstance(item, Mapping) else item
-        if isinstance(name, str):
-            found.add(name)
-    return found
 
 
 def _per_prompt(params: Any, kind: type[AnyParams], count: int) -> list[AnyParams]:

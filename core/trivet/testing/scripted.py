@@ -107,9 +107,10 @@ def logprobs_of(tokens: Sequence[int], k: int) -> TokenLogprobs:
 class ScriptedEngine:
     """Plays the part of an engine: each request has a script of tokens, and each step emits a chunk of every one.
 
-    ``scripts`` maps a prompt (tuple of ids) to what the model would say; ``chunks`` are the numbers of tokens per step,
-    used in turn. ``faults`` maps a prompt to (tokens before it, message). At most ``max_queued`` requests are taken at
-    once. ``log`` records additions, aborts and stops; ``before_step`` is called with the engine.
+    ``scripts`` maps a prompt (tuple of ids) to what the model would say, after which it repeats the end of sequence;
+    ``chunks`` are the numbers of tokens per step, used in turn. ``faults`` maps a prompt to (tokens before, message). At
+    most ``max_queued`` requests are taken at once. ``log`` records additions, aborts and stops; ``before_step`` is
+    called with the engine.
     """
 
     def __init__(
@@ -236,7 +237,9 @@ class ScriptedEngine:
         start, limit = self.given[request.request_id], request.max_total - request.num_prompt
         fault_after, message = self.faults.get(key, (None, ""))
         out: list[int] = []
-        for token in self.scripts[key][start : min(start + chunk, limit)]:
+        script = self.scripts[key]
+        for position in range(start, min(start + chunk, limit)):
+            token = script[position] if position < len(script) else EOS
             if fault_after is not None and start + len(out) >= fault_after:
                 self.finish(request, "error", message=message)
                 return out
