@@ -147,7 +147,9 @@ def load_gguf(path: Path) -> TokenizerParts:
         # text has got its marks, so they are found by merging and not as they are written.
         pieces = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
         backend = _sentencepiece(metadata, pieces, types)
-        _add_tokens(backend, [piece if piece.strip(_SPACE) else "" for piece in pieces], types)
+        # Phi-3's tokens of a conversation swallow the blanks and newlines behind them; the format has no flag for it.
+        rstrip = metadata.get("general.architecture", str) == "phi3"
+        _add_tokens(backend, [piece if piece.strip(_SPACE) else "" for piece in pieces], types, rstrip=rstrip)
     return _parts(metadata, backend, tokens, types)
 
 
@@ -292,14 +294,23 @@ def _bpe(metadata: _Metadata, vocab: dict[str, int], merges: list[tuple[str, str
         ) from error
 
 
-def _add_tokens(backend: Backend, tokens: list[str], types: list[int]) -> None:
-    """Register the tokens that are found in a text as they are written; all but user-defined ones are special."""
+def _add_tokens(backend: Backend, tokens: list[str], types: list[int], *, rstrip: bool = False) -> None:
+    """Register the tokens that are found in a text as they are written; all but user-defined ones are special.
+
+    With ``rstrip``, special tokens written ``<|…|>`` take in the whitespace that follows them.
+    """
     from tokenizers import AddedToken
 
     special = {_TokenType.CONTROL, _TokenType.UNKNOWN}
+    greedy = {token for token in tokens if rstrip and token.startswith("<|")} - {"<|endoftext|>"}
     for wanted, is_special in ((special, True), ({_TokenType.USER_DEFINED}, False)):
         added = [
-            AddedToken(token, normalized=False, special=is_special)
+            AddedToken(
+                token,
+                normalized=False,
+                special=is_special,
+                rstrip=is_special and token in greedy,
+            )
             for token, kind in zip(tokens, types, strict=True)
             if token and kind in wanted
         ]

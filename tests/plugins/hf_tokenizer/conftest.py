@@ -117,11 +117,11 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
     """Write a GGUF file without tensors: keys of ``tokenizer.ggml`` by keyword, others in ``more``."""
 
-    def write(more: dict[str, str] | None = None, **keys: Any) -> Path:
+    def write(more: dict[str, str] | None = None, architecture: str = "llama", **keys: Any) -> Path:
         import gguf
 
         path = tmp_path / "model.gguf"
-        writer = gguf.GGUFWriter(path, "llama")
+        writer = gguf.GGUFWriter(path, architecture)
         for key, value in keys.items():
             name = f"tokenizer.ggml.{key}"
             if isinstance(value, bool):

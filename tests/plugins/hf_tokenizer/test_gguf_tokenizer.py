@@ -113,6 +113,26 @@ def test_runs_of_spaces_that_a_converter_wrote_as_spaces_are_found(write_gguf):
     assert tokenizer.decode([5, 2]) == "   x"
 
 
+def test_whitespace_behind_phi3s_conversation_tokens_is_part_of_them(backends, write_gguf):
+    keys = sentencepiece_keys(backends["gemma"], add_space_prefix=False)
+    keys["tokens"] = [*keys["tokens"], "<|user|>", "<|endoftext|>"]
+    keys["token_type"] = [*keys["token_type"], CONTROL, CONTROL]
+    keys["scores"] = [*keys["scores"], -1000.0, -1000.0]
+    user, end = len(keys["tokens"]) - 2, len(keys["tokens"]) - 1
+    tokenizer = HFTokenizer.from_path(write_gguf(architecture="phi3", **keys))
+    (letter,) = tokenizer.encode("h", add_special_tokens=False)
+    (newline,) = tokenizer.encode("\n", add_special_tokens=False)
+    assert tokenizer.encode("<|user|>\n h<|endoftext|>\nh", add_special_tokens=False) == [
+        user,
+        letter,
+        end,
+        newline,
+        letter,
+    ]
+    elsewhere = HFTokenizer.from_path(write_gguf(**keys))
+    assert elsewhere.encode("<|user|>\nh", add_special_tokens=False) == [user, newline, letter]
+
+
 def test_flags_for_bos_and_eos_are_followed(backends, write_gguf):
     keys = byte_level_keys(backends["byte-level"], add_bos_token=True, add_eos_token=True)
     tokenizer = HFTokenizer.from_path(write_gguf(**keys))
