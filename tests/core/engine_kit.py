@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trivet_schemas.sampling import SamplingParams
-
 from trivet.engine import Engine
 from trivet.testing import fakes
 from trivet.testing.fake_model import reference_tokens
+from trivet_schemas.sampling import SamplingParams
 
 FAKE: dict[str, Any] = {role: {"use": "fake"} for role in ("model", "attention", "sampler", "runner", "tokenizer")}
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trivet_paged.cache import PagedCache
-from trivet_paged.options import PagedOptions
-
 from trivet.hookspecs import hookimpl
 from trivet.provider import Provider
 from trivet.roles import Allocation, CacheHit, KVGroup, KVLayout
+from trivet_paged.cache import PagedCache
+from trivet_paged.options import PagedOptions
 
 
 class TwoGroupCache(PagedCache):
@@ -74,7 +73,9 @@ class TaggedCache(PagedCache):
 
     def admit(self, slot: int, request: Any) -> CacheHit:
         tokens, size, blocks = self._table.known_tokens(request), self.block_size, []
-        while (end := (len(blocks) + 1) * size) < len(tokens) and (key := self._key(request, tokens[:end])) in self._known:
+        while (end := (len(blocks) + 1) * size) < len(tokens) and (
+            key := self._key(request, tokens[:end])
+        ) in self._known:
             blocks.append(self._known[key])
         self._ledger.append(slot, blocks)
         self.hits += len(blocks) * size

@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pipe
 import pytest
-from trivet_schemas.sampling import SamplingParams
 
 from trivet.engine import Engine
 from trivet.testing import fakes
 from trivet.testing.fake_model import reference_tokens
+from trivet_schemas.sampling import SamplingParams
 
 
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:

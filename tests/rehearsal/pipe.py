@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from trivet_schemas.options import Options
 
 from trivet.errors import WorkerFault
 from trivet.hookspecs import hookimpl
@@ -22,6 +21,7 @@ from trivet.provider import Provider
 from trivet.result import StepResult
 from trivet.roles import Executor, KVLayout, WorkerInfo
 from trivet.wire import decode_plan, decode_result, encode
+from trivet_schemas.options import Options
 
 
 class PipeOptions(Options):
@@ -44,7 +44,7 @@ class PipeExecutor(Executor):
         command = [sys.executable, str(Path(__file__))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         send(self._process.stdin, b"S", json.dumps([self._context.plugin_set(), self._context.worker_sizes]).encode())
-        return pickle.loads(self._receive())  # noqa: S301 - from the process started here
+        return pickle.loads(self._receive())
 
     def configure_cache(self, layout: KVLayout) -> None:
         send(self._process.stdin, b"L", pickle.dumps(layout))
@@ -118,7 +118,7 @@ def work() -> None:
                 runner = context.get("runner")
                 answer = pickle.dumps(runner.load())
             elif kind == b"L":
-                runner.allocate(pickle.loads(body))  # noqa: S301
+                runner.allocate(pickle.loads(body))
                 answer = b""
             else:
                 answer = encode(runner.execute(decode_plan(body)))

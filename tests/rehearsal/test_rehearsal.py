@@ -12,9 +12,9 @@ import pytest
 import ranks
 import transfers
 from conftest import engine, expect, greedy, prompts, run
-from trivet_schemas.sampling import PoolingParams, SamplingParams
 
 from trivet.testing.fake_model import reference_logits, reference_states, reference_tokens
+from trivet_schemas.sampling import PoolingParams, SamplingParams
 
 SMALL = {"use": "paged", "block_size": 4, "num_blocks": 26}
 TIGHT = {"use": "continuous", "max_num_batched_tokens": 7, "max_num_seqs": 8}

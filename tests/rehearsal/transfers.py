@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 from pydantic import Field
-from trivet_schemas.options import Options
 
 from trivet.hookspecs import hookimpl
 from trivet.plan import Transfer
 from trivet.provider import Provider
 from trivet.roles import Connector, ExternalHit, TransferReport, TransferWorker
 from trivet.testing.fake_model import _embed
+from trivet_schemas.options import Options
 
 
 class ShelfOptions(Options):
