@@ -53,6 +53,7 @@ class TransformersModel(Model):
             attn_implementation=NAME,
             trust_remote_code=config.trust_remote_code,
         )
+        self._calls, vocab_size = probe(name, self._model)
         decoder = text_config(self._model.config)
         longest = getattr(decoder, "max_position_embeddings", None) or config.max_model_len
         if longest is None:
@@ -61,7 +62,6 @@ class TransformersModel(Model):
             )
         self._max_len = min(longest, config.max_model_len or longest)
         check_rope(name, decoder, self._max_len)
-        self._calls, vocab_size = probe(name, self._model)
         self._windows = windows(self._calls, decoder)
         self._install_hooks()
         return ModelInfo(

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worker_kit import VOCAB, GreedySampler, all_logits, greedy, make_model, make_runner, save_model
+
 from trivet.errors import ModelLoadError, RequestFault
 from trivet.plan import Task
 from trivet_schemas.sampling import PoolingParams
-from worker_kit import VOCAB, GreedySampler, all_logits, greedy, make_model, make_runner, save_model
 
 LONG = [3 + (7 * i) % 90 for i in range(23)]
 SHORT = [5, 9, 40, 11, 60]
@@ -374,9 +375,7 @@ def test_steady_decoding_costs_the_same_calls_for_many_rows_as_for_few(llama: tu
     calls: list[str] = []
     for phase in ("forward", "sample"):
         inner = getattr(driver.context.hooks, phase)
-        setattr(
-            driver.context.hooks, phase, lambda *a, inner=inner, phase=phase: (calls.append(phase), inner(*a))[1]
-        )
+        setattr(driver.context.hooks, phase, lambda *a, inner=inner, phase=phase: (calls.append(phase), inner(*a))[1])
     for slot in range(48):
         driver.add(slot, SHORT)
     driver.step()

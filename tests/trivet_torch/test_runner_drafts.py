@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worker_kit import VOCAB, Driver, greedy, make_model, make_runner, save_model
+
 from trivet.errors import RequestFault
 from trivet.plan import Ragged
 from trivet.roles import Drafter
 from trivet.roles.drafter import DraftInputs, Drafts
-from worker_kit import VOCAB, Driver, greedy, make_model, make_runner, save_model
 
 PROMPTS = {0: [3 + (7 * i) % 90 for i in range(11)], 2: [5, 9, 40, 11], 5: [8]}
 COUNT = 14

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worker_kit import VOCAB, Driver, greedy, make_model, make_runner, save_model
+
 from trivet.plan import Int32
 from trivet.result import ConstraintState, StepResult
 from trivet.roles import Grammar, Matcher
-from worker_kit import VOCAB, Driver, greedy, make_model, make_runner, save_model
 
 PROMPT = [5, 9, 40, 11]
 

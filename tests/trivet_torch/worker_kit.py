@@ -82,7 +82,7 @@ def make_model(family: str, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
         if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
