@@ -133,7 +133,7 @@ async def test_stop_strings_end_a_stream_and_the_engine_is_told() -> None:
     assert "".join(o.outputs[0].text for o in outputs) == ""
     assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("stop", "eee")
     assert sum(len(o.outputs[0].token_ids) for o in outputs) == 3
-    assert [entry for entry in scripted.log if entry[0] == "stop"][0][2:] == (3, "eee")
+    assert [entry[2:] for entry in scripted.log if entry[0] == "stop"] == [(3, "eee")]
 
 
 async def test_an_id_can_be_used_again_as_soon_as_its_last_output_arrived() -> None:

@@ -108,8 +108,8 @@ class ScriptedEngine:
     """Plays the part of an engine: each request has a script of tokens, and each step emits a chunk of every one.
 
     ``scripts`` maps a prompt (tuple of ids) to what the model would say, after which it repeats the end of sequence;
-    ``chunks`` are the numbers of tokens per step, used in turn. ``faults`` maps a prompt to (tokens before, message). At
-    most ``max_queued`` requests are taken at once. ``log`` records additions, aborts and stops; ``before_step`` is
+    ``chunks`` are the numbers of tokens per step, used in turn. ``faults`` maps a prompt to (tokens before, message).
+    At most ``max_queued`` requests are taken at once. ``log`` records additions, aborts and stops; ``before_step`` is
     called with the engine.
     """
 
