@@ -1,0 +1,8 @@
+"""The plugin's tests use the worker's tiny models."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "trivet_torch"))
