@@ -77,7 +77,8 @@ def make_work(count: int, seed: int) -> list[tuple[list[int], int]]:
 
 
 def reference(path: Path, work: list[tuple[list[int], int]]) -> tuple[list[list[int]], list[list[float]]]:
-    """Greedy tokens, and for each the gap between the two largest logits; prompts of one length share a batch, unpadded."""
+    """Greedy tokens, and for each the gap between the two largest logits; prompts of one length share a batch,
+    unpadded."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     by_length = defaultdict(list)
     for i, (prompt, _) in enumerate(work):

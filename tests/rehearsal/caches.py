@@ -1,4 +1,5 @@
-"""Caches that do what the bundled ones leave to later: two groups, forks with copy on write, prefixes tagged by adapter."""
+"""Caches that do what the bundled ones leave to later: two groups, forks with copy on write, prefixes tagged by
+adapter."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class ForkingCache(PagedCache):
 
 
 class TaggedCache(PagedCache):
-    """Finds prompts again, whole blocks at a time, if their context tags are the same; keeps them until :meth:`reset`."""
+    """Finds prompts again, whole blocks at a time, if their context tags are the same; keeps them until
+    :meth:`reset`."""
 
     wants_commits = True
 

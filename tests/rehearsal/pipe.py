@@ -1,4 +1,5 @@
-"""An executor whose worker is another process: plans and results cross a pipe as bytes, several at a time if asked for."""
+"""An executor whose worker is another process: plans and results cross a pipe as bytes, several at a time if asked
+for."""
 
 from __future__ import annotations
 

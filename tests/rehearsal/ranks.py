@@ -36,7 +36,8 @@ class TwoRanks(Executor):
         self._quorum = TransferQuorum(2)
 
     def start(self) -> WorkerInfo:
-        return [w.start() for w in self._workers][0]
+        first, _ = [w.start() for w in self._workers]
+        return first
 
     def configure_cache(self, layout: KVLayout) -> None:
         for worker in self._workers:

@@ -234,7 +234,8 @@ def test_a_cache_tagged_by_adapter() -> None:
 @pytest.mark.parametrize("late", [0, 1, 4])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_stop_string_found_late(work: Any, late: int, depth: int) -> None:
-    """The fake output stage sees tokens ``late`` steps after they were committed; what it makes of them stays the same."""
+    """The fake output stage sees tokens ``late`` steps after they were committed; what it makes of them stays the
+    same."""
     stops = {i: reference_tokens(prompt, count)[-2:] for i, (prompt, count) in work.items() if count > 4}
     with engine(depth=depth) as e:
         submit(e, {i: (prompt, count + 10 * (int(i) % 2)) for i, (prompt, count) in work.items()})

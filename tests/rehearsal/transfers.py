@@ -1,4 +1,5 @@
-"""A connector over a dictionary of computed words: loads run for some steps, may fail half-way, stores delay the freeing."""
+"""A connector over a dictionary of computed words: loads run for some steps, may fail half-way, stores delay the
+freeing."""
 
 from __future__ import annotations
 
