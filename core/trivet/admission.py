@@ -108,6 +108,9 @@ class Admissions:
             holds = list(request.holds.values())
             numbers = {f"{h.plugin}:{h.kind}": round(now - h.since, 3) for h in holds}
             return Wait("hold", "; ".join(f"{h.detail} ({h.plugin})" for h in holds), numbers)
+        reason = self._p.planner.step_holds.get(request_id)
+        if reason is not None:
+            return Wait("hold", reason)
         return self._p.scheduler.explain(request)
 
     # ------------------------------------------------------------------ checks

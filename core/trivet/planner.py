@@ -67,6 +67,8 @@ class Planner:
             draft_lookahead,
         )
         self._step = 0
+        #: request id → reason, as wrappers of ``trivet_schedule`` asked for in the last step
+        self.step_holds: dict[str, str] = {}
         self._forks: dict[str, list[Request]] = {}
         self._clear()
 
@@ -138,6 +140,7 @@ class Planner:
         self._clear()
         self._inputs = inputs
         self._step = inputs.step_id
+        self.step_holds = dict(inputs.holds)
         for request_id in inputs.holds:
             request = self._life.requests.get(request_id)
             if request is not None and request.slot >= 0:

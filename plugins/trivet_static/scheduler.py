@@ -22,6 +22,7 @@ class StaticScheduler(Scheduler):
     def __init__(self, context: Context | None, options: StaticOptions) -> None:
         self._limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens)
         self._queue: deque[Request] = deque()
+        self._unserved: frozenset[int] = frozenset()
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -60,6 +61,7 @@ class StaticScheduler(Scheduler):
         slots = planner.runnable()
         wanted = planner.pending(slots)
         counts = np.clip(planner.tokens_left - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
+        self._unserved = frozenset(slots[counts == 0].tolist())
         planner.extend(slots[counts > 0], counts[counts > 0])
         return planner.finish()
 
@@ -80,7 +82,10 @@ class StaticScheduler(Scheduler):
     def explain(self, request: Request) -> Wait | None:
         """See :meth:`Scheduler.explain`."""
         if request.slot >= 0:
-            return None
+            if request.slot not in self._unserved:
+                return None
+            budget = self._limits.max_num_batched_tokens
+            return Wait("compute", f"the step's token budget of {budget} went to others", {"token_budget": budget})
         ahead, running = self._queue.index(request), self._table.num_running
         detail = f"a batch of {running} requests runs until its last one has ended; {ahead} are ahead of it"
         return Wait("turn", detail, {"running": running, "ahead": ahead})

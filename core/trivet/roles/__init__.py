@@ -10,7 +10,7 @@ from trivet.roles.base import CARDINALITY, ROLE_SIDES, Cardinality, Role, Side
 from trivet.roles.cache import Allocation, Cache, CacheHit, CacheRequirements, CacheStats
 from trivet.roles.cache_tier import CacheTier
 from trivet.roles.connector import Connector, ExternalHit, TransferReport, TransferWorker
-from trivet.roles.drafter import Drafter, Drafts
+from trivet.roles.drafter import Drafter, DraftInputs, Drafts
 from trivet.roles.executor import Executor, PendingStep
 from trivet.roles.frontend import Frontend
 from trivet.roles.grammar import Grammar, Matcher
@@ -47,6 +47,7 @@ __all__ = [
     "Cardinality",
     "Connector",
     "Detokenizer",
+    "DraftInputs",
     "Drafter",
     "Drafts",
     "Executor",

@@ -1,0 +1,17 @@
+"""A conformance suite per role: subclass one in your tests, name your provider, and pytest runs it.
+
+    from trivet.testing.suites import SchedulerSuite
+
+    class TestMyScheduler(SchedulerSuite):
+        use = "my_scheduler"
+
+Needs ``pip install "trivet[testing]"``. Every suite compares with a slow, obvious reference; a failure names the
+rule that was broken and where it is documented. See docs/plugins.md."""
+
+from __future__ import annotations
+
+from trivet.testing.suites._base import ArraySuite, Suite
+from trivet.testing.suites.cache import CacheSuite
+from trivet.testing.suites.scheduler import SchedulerSuite
+
+__all__ = ["ArraySuite", "CacheSuite", "SchedulerSuite", "Suite"]
