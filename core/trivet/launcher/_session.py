@@ -63,6 +63,14 @@ class Session:
         self, request_id: str, prompt: Any, params: SamplingParams, output_kind: RequestOutputKind
     ) -> Submission:
         """Tokenise a prompt (text, token ids) and check the request. Raises RequestError when it is refused."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                # Half a surrogate pair: bytes of the command line that are no UTF-8, or such an escape in JSON.
+                message = f"prompt: is not valid Unicode at character {error.start}: {text[error.start]!r}"
+                raise RequestError(message, param="prompt") from None
         submission = self._preparer.prepare(request_id, prompt, params, output_kind=output_kind)
         submission.validate(self.engine)
         return submission

@@ -1,0 +1,123 @@
+"""What the tests of the command line share: a fake model that an installed distribution brings, and helpers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trivet.testing.fake_model import reference_tokens
+from trivet.testing.fakes import FakeTokenizer
+
+VOCAB = 77
+_TOKENIZER = FakeTokenizer()
+
+
+def continuation(prompt: str, count: int) -> str:
+    """What the fake model writes after a prompt, computed without the engine."""
+    return _TOKENIZER.decode(reference_tokens(_TOKENIZER.encode(prompt), count, vocab_size=VOCAB))
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The JSON objects on stdout."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+class Site:
+    """A folder on ``sys.path`` for distributions, and a folder for files."""
+
+    def __init__(self, packages: Path, folder: Path) -> None:
+        self.packages, self.folder = packages, folder
+        self._modules: list[str] = []
+
+    def install(self, name: str, entry_points: Mapping[str, str], version: str = "1.0") -> None:
+        """Make a distribution with ``entry_points``: plugin name → module."""
+        info = self.packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+        lines = "".join(f"{key} = {value}\n" for key, value in entry_points.items())
+        (info / "entry_points.txt").write_text(f"[trivet]\n{lines}", encoding="utf-8")
+        importlib.invalidate_caches()
+
+    def plugin(self, name: str, source: str) -> None:
+        """Install a plugin whose module has ``source``."""
+        header = "from trivet.hookspecs import hookimpl\nfrom trivet.provider import Provider\n"
+        module = f"{name}_module"
+        (self.packages / f"{module}.py").write_text(header + textwrap.dedent(source), encoding="utf-8")
+        self._modules.append(module)
+        self.install(f"acme-{name}", {name: module})
+
+    def spoil(self, prefix: str) -> dict[str, Any]:
+        """Install a wrapper that makes requests fail whose prompt begins with ``prefix``; returns its section."""
+        self.plugin(
+            "spoiler",
+            f"""
+            @hookimpl(wrapper=True)
+            def trivet_sample(logits, rows):
+                for row, slot in enumerate(rows.row_slots):
+                    if rows.tokens[slot, 0] == {_TOKENIZER.encode(prefix)[0]}:
+                        logits[row] = float("nan")
+                return (yield)
+            """,
+        )
+        return {"extension": [{"use": "spoiler"}]}
+
+    def forget(self) -> None:
+        """Drop imported modules."""
+        for name in self._modules:
+            sys.modules.pop(name, None)
+
+    def config(self, *, plugins: Mapping[str, Any] | None = None, model: Any = None, **sections: Any) -> Path:
+        """Write a configuration that uses the fakes."""
+        roles: dict[str, Any] = {role: {"use": "fake"} for role in ("runner", "attention", "sampler", "tokenizer")}
+        roles["model"] = {"use": "fake", "vocab_size": VOCAB, **(model or {})}
+        values = {"model": "demo", "plugins": {**roles, **(plugins or {})}, **sections}
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return path
+
+    def write(self, name: str, *lines: Any) -> Path:
+        """Write a file of lines; what is no text becomes JSON."""
+        path = self.folder / name
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+        return path
+
+    def start(self, *arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        """Run the command in a process of its own, with pipes."""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self.packages), *sys.path])}
+        command = [sys.executable, "-m", "trivet.launcher", *map(str, arguments)]
+        pipe = subprocess.PIPE
+        options = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, "env": environment, **options}
+        return subprocess.Popen(command, **options)
+
+
+Run = Callable[..., Result]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of an output file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def texts(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Id → text of the first output."""
+    return {record["id"]: record["outputs"][0]["text"] for record in records if "outputs" in record}
