@@ -11,7 +11,8 @@ rule that was broken and where it is documented. See docs/plugins.md."""
 from __future__ import annotations
 
 from trivet.testing.suites._base import ArraySuite, Suite
+from trivet.testing.suites.attention import AttentionSuite
 from trivet.testing.suites.cache import CacheSuite
 from trivet.testing.suites.scheduler import SchedulerSuite
 
-__all__ = ["ArraySuite", "CacheSuite", "SchedulerSuite", "Suite"]
+__all__ = ["ArraySuite", "AttentionSuite", "CacheSuite", "SchedulerSuite", "Suite"]

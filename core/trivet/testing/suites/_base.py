@@ -79,6 +79,8 @@ class Suite:
     options: ClassVar[Mapping[str, Any]] = {}
     #: what ``config.model`` names; providers that load files override it
     model: ClassVar[str] = "fake"
+    #: torch's name of the device that contexts are given
+    device: ClassVar[str] = "cpu"
     #: how many random cases each property is tried with
     examples: ClassVar[int] = 20
 
@@ -109,7 +111,9 @@ class Suite:
         roles: dict[str, Any] = {role: {"use": "fake"} for role in _FAKE_ROLES if role != self.role}
         plugins = roles | {"executor": {"use": "inline"}, "cache": {"use": "paged"}, "scheduler": {"use": "continuous"}}
         plugins |= {self.role: self.selection()} | fields.pop("plugins", {})
-        return EngineConfig(**{"model": self.model, "dtype": "float32", "device": "cpu", "plugins": plugins} | fields)
+        return EngineConfig(
+            **{"model": self.model, "dtype": "float32", "device": self.device, "plugins": plugins} | fields
+        )
 
     def selection(self, **options: Any) -> Any:
         """The provider as the configuration names it; a list for roles that take many."""
