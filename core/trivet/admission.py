@@ -79,7 +79,7 @@ class Admissions:
         return request
 
     def validate(self, prompt_token_ids: Sequence[int], params: Any) -> tuple[Int32, int, Task]:
-        """The prompt's ids, the most tokens that the request may grow to, and its task; RequestError if it is refused."""
+        """The prompt's ids, the most tokens that the request may grow to, and its task; raises RequestError."""
         ids = self._prompt(prompt_token_ids)
         max_total, task = self._params(params, ids)
         if not self._p.cache.fits(max_total):

@@ -23,7 +23,9 @@ def details(report: PluginReport, roles: Sequence[RoleReport]) -> dict[str, Any]
     from trivet.registry import EXTENSION, Catalog
 
     values: dict[str, Any] = asdict(report)
-    plugin = next((p for p in Catalog().plugins if (p.name, p.distribution) == (report.name, report.distribution)), None)
+    plugin = next(
+        (p for p in Catalog().plugins if (p.name, p.distribution) == (report.name, report.distribution)), None
+    )
     if plugin is not None:
         chosen = {(role.role, one.provider) for role in roles for one in role.chosen if one.plugin == report.name}
         values["providers"] = [_provider(offer, chosen=(offer.role, offer.name) in chosen) for offer in plugin.offers]

@@ -81,9 +81,9 @@ def open_lines(path: str, defaults: SamplingParams) -> Lines:
     """
     if path == "-":
         # A reader of its own: the interpreter must not find the thread inside sys.stdin when it ends.
-        return PipedLines(open(sys.stdin.fileno(), "rb", closefd=False), defaults)  # noqa: PTH123, SIM115
+        return PipedLines(open(sys.stdin.fileno(), "rb", closefd=False), defaults)
     try:
-        return Lines(Path(path).open("rb"), defaults)  # noqa: SIM115  # closed by the caller
+        return Lines(Path(path).open("rb"), defaults)
     except OSError as error:
         raise TrivetError(f"--input: {path} cannot be read: {error.strerror or error}") from error
 
@@ -94,5 +94,3 @@ def count_lines(path: str) -> int | None:
         return None
     with Path(path).open("rb") as file:
         return sum(1 for line in file if not line.isspace())
-
-

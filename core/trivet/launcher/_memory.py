@@ -120,7 +120,7 @@ def _plan_cache(
     except CacheMemoryError:
         # Either the options' size is too small, or there is none and the cache takes what is left after loading.
         _, plan.max_model_len = attempt(_UNLIMITED)
-        plan.notes.append("the KV cache takes what is left after loading; set plugins.cache.memory for a size of its own")
+        plan.notes.append("the KV cache takes what is left after loading; set plugins.cache.memory for a fixed size")
         return
     plan.cache_bytes = layout.num_bytes
     plan.num_blocks = cache.stats().total
@@ -169,7 +169,7 @@ def _maximum(value: Any) -> int:
 
 def _read_folder(path: Path, config: EngineConfig, plan: MemoryPlan) -> _Shape | None:
     values = _read_json(path / "config.json")
-    text: dict[str, Any] = {**values, **values["text_config"]} if isinstance(values.get("text_config"), dict) else values
+    text: dict[str, Any] = {**values, **(values.get("text_config") or {})}
     stored = text.get("dtype") or text.get("torch_dtype")
     plan.dtype = config.dtype if config.dtype != "auto" else stored if stored in _ITEM_SIZES else "float32"
     files = _weight_files(path)
@@ -178,10 +178,12 @@ def _read_folder(path: Path, config: EngineConfig, plan: MemoryPlan) -> _Shape |
         plan.weights_in_memory = sum(_count_elements(file) for file in files) * _ITEM_SIZES[plan.dtype]
     else:
         plan.notes.append("the weights are not there yet")
-    layers, heads = text.get("num_hidden_layers"), text.get("num_attention_heads")
-    hidden, length = text.get("hidden_size"), text.get("max_position_embeddings")
+    sizes = [text.get(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")]
+    layers, heads, hidden, length = (
+        value if isinstance(value, int) else 0 for value in (*sizes, text.get("max_position_embeddings"))
+    )
     known = set(text.get("layer_types") or ()) <= _KNOWN_LAYERS and not any(text.get(key) for key in _OTHER_STATES)
-    if not (known and all(isinstance(value, int) and value > 0 for value in (layers, heads, hidden, length))):
+    if not known or min(layers, heads, hidden, length) < 1:
         return None
     head_dim = text.get("head_dim") or hidden // heads
     return _Shape((text.get("num_key_value_heads") or heads,) * layers, head_dim, head_dim, length)
@@ -207,9 +209,9 @@ def _count_elements(path: Path) -> int:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         header = file.read(min(length, size))
     try:
-        tensors = {name: info for name, info in json.loads(header).items() if name != "__metadata__"}
-        end = 8 + length + max((info["data_offsets"][1] for info in tensors.values()), default=0)
-        count = sum(prod(info["shape"]) for info in tensors.values())
+        tensors = [info for name, info in json.loads(header).items() if name != "__metadata__"]
+        end = 8 + length + max((int(info["data_offsets"][1]) for info in tensors), default=0)
+        count = sum(int(prod(info["shape"])) for info in tensors)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ModelLoadError(f"{path} is truncated or no safetensors file: its header cannot be read") from error
     if size < end:

@@ -175,8 +175,8 @@ def _done_id(path: Path, number: int, line: bytes) -> str | None:
         record = None
     if not isinstance(record, dict) or "id" not in record or not ("outputs" in record or "error" in record):
         raise TrivetError(
-            f"--resume: line {number} of {path} is no record of `trivet generate`; name the output file of the run that "
-            "was interrupted"
+            f"--resume: line {number} of {path} is no record of `trivet generate`; name the output file of the run "
+            "that was interrupted"
         )
     return None if "error" in record else str(record["id"])
 

@@ -49,7 +49,7 @@ app.add_typer(plugins_app, name="plugins")
 app.add_typer(config_app, name="config")
 
 
-def _show_version(wanted: bool) -> None:  # noqa: FBT001
+def _show_version(wanted: bool) -> None:
     if wanted:
         from trivet._version import __version__
 
@@ -57,7 +57,7 @@ def _show_version(wanted: bool) -> None:  # noqa: FBT001
         raise typer.Exit
 
 
-def _set_debug(ctx: typer.Context, wanted: bool) -> None:  # noqa: FBT001
+def _set_debug(ctx: typer.Context, wanted: bool) -> None:
     if wanted:
         ctx.obj.debug = True
         logging.getLogger("trivet").setLevel(logging.DEBUG)
@@ -65,12 +65,10 @@ def _set_debug(ctx: typer.Context, wanted: bool) -> None:  # noqa: FBT001
 
 @app.callback()
 def _root(
-    version: Annotated[  # noqa: ARG001  # the callbacks do the work
+    version: Annotated[  # the callbacks do the work
         bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
-    debug: Annotated[  # noqa: ARG001
-        bool, typer.Option("--debug", help="Show tracebacks and the log.", callback=_set_debug)
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and the log.", callback=_set_debug)] = False,
 ) -> None:
     pass
 

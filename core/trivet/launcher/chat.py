@@ -74,9 +74,7 @@ class Conversation:
 
         self._answers += 1
         messages = [*self.messages, {"role": "user", "content": text}]
-        submission = self._session.prepare_chat(
-            str(self._answers), messages, self._sampling, RequestOutputKind.DELTA
-        )
+        submission = self._session.prepare_chat(str(self._answers), messages, self._sampling, RequestOutputKind.DELTA)
         self._session.queue(submission)
         pieces: list[str] = []
         try:
@@ -155,6 +153,6 @@ def _no_template(config: EngineConfig) -> Exception:
     from trivet.errors import RequestError
 
     return RequestError(
-        f"the model {config.model!r} has no chat template; use a model made for chat, set `chat_template` to a file with "
-        "one, or let `trivet generate` continue text"
+        f"the model {config.model!r} has no chat template; use a model made for chat, set `chat_template` to a file "
+        "with one, or let `trivet generate` continue text"
     )

@@ -95,7 +95,8 @@ def _generate_prompts(config: EngineConfig, sampling: SamplingParams, prompts: l
             session.queue(submission)
         printer = JsonPrinter(prompts) if as_json else TextPrinter(prompts, sampling.n)
         # Text that appears on the same terminal shows the progress itself.
-        with RequestProgress(len(prompts), shown=len(prompts) > _FEW and not as_json and not sys.stdout.isatty()) as bar:
+        shown = len(prompts) > _FEW and not as_json and not sys.stdout.isatty()
+        with RequestProgress(len(prompts), shown=shown) as bar:
             _run(session, printer, bar)
         if sys.stderr.isatty() and not as_json:
             complain(f"{printer.num_tokens} tokens in {bar.seconds:.1f} s", kind="done")

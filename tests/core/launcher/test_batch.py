@@ -115,9 +115,7 @@ def test_an_id_may_look_like_that_of_another_requests_output(site: Site, run: Ru
     assert {record["id"]: len(record["outputs"]) for record in result.records} == {"a": 2, "a#1": 1}
 
 
-def test_requests_are_read_as_the_engine_takes_them(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_are_read_as_the_engine_takes_them(site: Site, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
     step = Session.step
 
@@ -169,7 +167,9 @@ def test_files_that_cannot_be_used(site: Site, run: Run, source: str, target: st
 def test_a_start_that_fails_leaves_no_output_file(site: Site, run: Run) -> None:
     source = site.write("in.jsonl", {"prompt": "Hello"})
     target = site.folder / "out.jsonl"
-    result = run("generate", site.config(plugins={"cache": {"memory": "1KiB"}}, max_model_len=512), "-i", source, "-o", target)
+    result = run(
+        "generate", site.config(plugins={"cache": {"memory": "1KiB"}}, max_model_len=512), "-i", source, "-o", target
+    )
     assert result.code == 2
     assert not target.exists()
 

@@ -79,9 +79,7 @@ def test_stop_strings_end_the_text(site: Site, run: Run) -> None:
 def test_another_scheduler_and_cache_give_the_same_text(site: Site, run: Run) -> None:
     config = site.config(generate={"prompts": ["a", "b b b b b", "c" * 40], **_GREEDY})
     plain = run("generate", config)
-    swapped = run(
-        "generate", config, "--set", "plugins.scheduler.use=static", "--set", "plugins.cache.use=contiguous"
-    )
+    swapped = run("generate", config, "--set", "plugins.scheduler.use=static", "--set", "plugins.cache.use=contiguous")
     assert (swapped.code, swapped.out) == (0, plain.out)
 
 
