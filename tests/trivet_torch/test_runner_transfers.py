@@ -123,8 +123,10 @@ def test_a_load_that_fails_reports_its_blocks_and_spoils_nobody(llama: tuple[str
     shelf.broken.add(b"k1")
     driver.add(1, PROMPT[:5])
     wanted = load(driver, 3, blocking=True)
-    result = driver.step(loads=[wanted])
+    result = driver.step(loads=[wanted], prompt_logprobs=True)
     assert result.transfers_failed.tolist() == [2]
+    seen = driver.context.roles["sampler"].seen[-1]
+    assert {slot for slot, *_ in seen.prompt_rows} == {1}, "nor prompt logprobs"
     assert result.invalid_blocks[0].tolist() == sorted(wanted.blocks[0].tolist())
     assert result.accepted.lengths.tolist() == [1, 0], "the row that read them must not give a token"
     assert not result.errors

@@ -65,13 +65,13 @@ class StepInputs:
         )
 
 
-def prepare_inputs(batch: PersistentBatch, plan: StepPlan, samples: Bool) -> StepInputs:
+def prepare_inputs(batch: PersistentBatch, plan: StepPlan, void: Bool) -> StepInputs:
     """Flatten the plan's rows; drafts are put behind the known tokens in ``batch.tokens``.
 
     Args:
         batch: With the plan's deltas applied.
         plan: With at least one row.
-        samples: ``[R]`` rows that sample: ``plan.samples`` without those whose input turned out void.
+        void: ``[R]`` rows whose input is not what the plan assumed: they are computed, but get no logits.
 
     Raises:
         ValueError: If the plan has drafts without their ids, or parents that come after their children.
@@ -102,10 +102,10 @@ def prepare_inputs(batch: PersistentBatch, plan: StepPlan, samples: Bool) -> Ste
         draft_parents=parents,
         tree=tree,
         logits_indices=np.empty(0, np.int64),
-        sample_rows=np.flatnonzero(samples).astype(np.int32),
+        sample_rows=np.flatnonzero(plan.samples & ~void).astype(np.int32),
         sample_starts=np.zeros(1, np.int32),
     )
-    _choose_logits(inputs, plan, batch)
+    _choose_logits(inputs, plan, batch, void)
     return inputs
 
 
@@ -160,13 +160,13 @@ def _tree(parents: Ragged, query_start: Int32) -> tuple[DraftTree, Int32]:
     return DraftTree(lengths.astype(np.int32), mask, flat_parents), depths[filled]
 
 
-def _choose_logits(inputs: StepInputs, plan: StepPlan, batch: PersistentBatch) -> None:
+def _choose_logits(inputs: StepInputs, plan: StepPlan, batch: PersistentBatch, void: Bool) -> None:
     rows = inputs.sample_rows
     wanted = inputs.drafts.lengths[rows] + 1
     inputs.sample_starts, chosen = spans(inputs.query_start[1:][rows] - wanted, wanted)
     pieces = [chosen.astype(np.int64)]
     count = len(chosen)
-    for row in np.flatnonzero(plan.logits_rows == LogitsRows.PROMPT).tolist():
+    for row in np.flatnonzero((plan.logits_rows == LogitsRows.PROMPT) & ~void).tolist():
         slot, start = int(plan.slots[row]), int(plan.num_computed[row])
         # The logits at position p are about token p + 1; those of the last prompt token are the output's.
         number = min(int(plan.num_scheduled[row]), int(batch.num_prompt[slot]) - 1 - start)

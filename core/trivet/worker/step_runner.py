@@ -150,7 +150,7 @@ class StepRunner(Runner):
             result.undone = True
             return self._report(result)
         with _timed(timings, "prepare"):
-            inputs = prepare_inputs(self._batch, plan, plan.samples & ~void)
+            inputs = prepare_inputs(self._batch, plan, void)
             pools = plan.pools & ~void
             hidden = bool(pools.any()) or any(d.wants_hidden for d in self._drafters)
             batch = forward_batch(plan, inputs, self._batch, self._tensor, wants_hidden=hidden)
