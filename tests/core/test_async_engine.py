@@ -144,6 +144,21 @@ async def test_an_id_can_be_used_again_as_soon_as_its_last_output_arrived() -> N
             assert outputs[-1].outputs[0].stop_reason == "eee"
 
 
+async def test_a_late_stop_does_not_reach_a_later_request_of_the_same_id() -> None:
+    scripted = _scripted()
+    async with _running(scripted) as engine:
+        first = engine.generate("endless", _delta(max_tokens=None), "same")
+        await anext(first)
+        former = scripted.requests["same"]
+        await first.aclose()
+        second = engine.generate("endless", _delta(max_tokens=None), "same")
+        await anext(second)
+        assert scripted.requests["same"] is not former
+        engine._stop(former, 1, "e")
+        assert await engine.explain("same") == "waits: same"
+        await second.aclose()
+
+
 async def test_several_outputs_of_a_request() -> None:
     async with _running(_scripted()) as engine:
         (output,) = await _collect(engine.generate("a", SamplingParams(n=3, max_tokens=2, output_kind="final")))
@@ -309,7 +324,7 @@ async def test_a_queue_that_cannot_take_every_output_takes_none() -> None:
     scripted = _scripted(max_queued=2)
     async with _running(scripted) as engine:
         with pytest.raises(OverloadedError):
-            await anext(engine.generate("a", SamplingParams(n=3)))
+            await anext(engine.generate("endless", SamplingParams(n=3, max_tokens=None)))
         await _until(lambda: not scripted.has_work)
         assert (await _collect(engine.generate("a", SamplingParams(max_tokens=2))))[-1].outputs[0].text == "xy"
 

@@ -178,6 +178,7 @@ def test_an_interrupt_aborts_everything_between_two_steps_and_the_engine_goes_on
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert [entry for entry in engine.log if entry[0] == "abort"] == [("abort", "0"), ("abort", "1")]
     assert not engine.has_work
+    assert llm._stage.num_unfinished == 0
     engine.before_step = None
     assert _texts(llm, ["a", "b"]) == ["xyz", "uvw"]
 

@@ -261,12 +261,34 @@ def test_the_end_of_sequence_is_among_the_ids_and_not_in_the_text() -> None:
 
 def test_a_generation_that_ends_without_a_stop_token_shows_all_its_text() -> None:
     # A grammar may end an output whose last token belongs to it.
-    play = Play(ScriptedEngine({tuple(PROMPT): _ids("abcdef")}))
+    play = Play(ScriptedEngine({tuple(PROMPT): _ids("abcdef")}, chunks=[2]))
     play.add(SamplingParams())
-    for _ in range(2):
-        play.take(play.stage.process(play.engine.step()))
+    events = play.engine.step()
     play.engine.finish(play.engine.requests["r"], "stop")
-    assert play.run().final().outputs[0].text == "ab"
+    events.finished, play.engine.ended = play.engine.ended, []
+    play.take(play.stage.process(events))
+    last = play.final().outputs[0]
+    assert (last.text, last.finish_reason) == ("ab", "stop")
+
+
+def test_a_character_that_never_became_whole_is_text_like_any_other() -> None:
+    half = 28  # the first two bytes of a euro sign
+    for stop, text, reason in [("b\ufffd", "a", "stop"), ("x", "ab\ufffd", "length")]:
+        params = SamplingParams(stop=stop, max_tokens=3)
+        last = _play([*_ids("ab"), half], params, tokenizer=LETTERS).final().outputs[0]
+        assert (last.text, last.finish_reason, len(last.token_ids)) == (text, reason, 3)
+
+
+def test_an_engine_that_ended_the_request_itself_is_not_told_to_stop() -> None:
+    engine = ScriptedEngine({tuple(PROMPT): _ids("abcd")})
+    told: list[tuple[int, str]] = []
+    stage = OutputStage(LETTERS, stop=lambda _, count, text: told.append((count, text)), abort=lambda _: None)
+    submission = Preparer(LETTERS, 0).prepare("r", PROMPT, SamplingParams(stop="cd", max_tokens=4))
+    stage.add(submission, 0, submission.add(engine, 0))  # type: ignore[arg-type]
+    outputs = [output for _ in range(4) for output in stage.process(engine.step())]
+    assert isinstance(outputs[-1], RequestOutput)
+    assert outputs[-1].outputs[0].stop_reason == "cd"
+    assert told == []
 
 
 def test_invalid_bytes_raise_nothing_and_leave_neighbours_alone() -> None:
