@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from trivet.engine import Engine
 from trivet.errors import OverloadedError, RequestError
+from trivet.launcher.errors import complain
 from trivet.output.stage import OutputStage
 from trivet.submission import Preparer, Submission, eos_token_ids
 
@@ -27,6 +29,8 @@ class Session:
 
     def __init__(self, config: EngineConfig) -> None:
         """Start an engine. Raises :class:`trivet.errors.TrivetError` for what cannot be used."""
+        if sys.stderr.isatty():
+            complain(f"loading {config.model}", kind="note")
         self.engine = Engine(config)
         self._preparer = Preparer(self.engine.tokenizer, config.seed)
         self._stage = OutputStage(

@@ -27,9 +27,18 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A plugin or o
 def list_plugins(config: OptionalConfig = None, set_: SetOption = None, as_json: JsonOption = False) -> None:
     """List the provider of each role and why it was chosen, then every plugin found.
 
-    Without CONFIG, what a file that only names a model would get. Nothing is loaded.
+    Without CONFIG, what a file that only names a model would get. Nothing is loaded. Exit code 2 if the plugins that
+    CONFIG names cannot be used; all that are installed are listed then, too.
     """
-    registry = _registry(_config(config, set_))
+    from trivet.errors import PluginError
+
+    settings = _config(config, set_)
+    try:
+        registry = _registry(settings)
+    except PluginError:
+        if not as_json:
+            _print_plugins(_installed())
+        raise
     roles, plugins = registry.report(), registry.plugins()
     if as_json:
         _print_json({"roles": [asdict(role) for role in roles], "plugins": [asdict(plugin) for plugin in plugins]})
@@ -37,8 +46,7 @@ def list_plugins(config: OptionalConfig = None, set_: SetOption = None, as_json:
     heading("Roles")
     columns([row for role in roles for row in role_rows(role)])
     typer.echo()
-    heading("Plugins")
-    columns([_plugin_row(plugin) for plugin in plugins])
+    _print_plugins(plugins)
     for plugin in plugins:
         for problem in plugin.problems:
             complain(problem, kind="note")
@@ -133,6 +141,19 @@ def _registry(config: EngineConfig) -> Registry:
     from trivet.registry import Registry
 
     return Registry(config, required=())
+
+
+def _installed() -> list[PluginReport]:
+    """What is installed, when no configuration says what of it is active."""
+    from trivet.registry import Catalog
+    from trivet.registry.reports import report_plugin
+
+    return [report_plugin(plugin, [], {}) for plugin in Catalog().plugins]
+
+
+def _print_plugins(plugins: Sequence[PluginReport]) -> None:
+    heading("Plugins")
+    columns([_plugin_row(plugin) for plugin in plugins])
 
 
 def _missing_extras(catalog: Catalog) -> list[str]:

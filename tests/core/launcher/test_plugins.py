@@ -49,6 +49,13 @@ def test_a_configuration_decides_what_is_listed(site: Site, run: Run) -> None:
     assert "configuration" in model["why"]
 
 
+def test_a_configuration_that_names_none_of_them_is_told_what_is_installed(site: Site, run: Run) -> None:
+    result = run("plugins", "list", site.config(plugins={"scheduler": "contiunous"}))
+    assert result.code == 2
+    assert "scheduler: continuous" in result.out
+    assert "did you mean 'continuous'" in result.err
+
+
 def test_overrides_need_a_configuration(run: Run) -> None:
     result = run("plugins", "list", "--set", "plugins.scheduler.use=static")
     assert result.code == 2
