@@ -48,9 +48,11 @@ def classes() -> dict[str, type]:
     found: dict[str, type] = {}
     for name in MODULES:
         module = importlib.import_module(name)
-        for key, value in vars(module).items():
-            if inspect.isclass(value) and value.__module__ == name and not key.startswith("_") and key not in PLAIN:
-                found[key] = value
+        found |= {
+            key: value
+            for key, value in vars(module).items()
+            if inspect.isclass(value) and value.__module__ == name and not key.startswith("_") and key not in PLAIN
+        }
     planner = importlib.import_module("trivet.planner")
     return found | {"Planner": planner.Planner, "Admission": planner.Admission}
 
