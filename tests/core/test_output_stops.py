@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trivet.output import StopFinder
@@ -36,6 +36,7 @@ def _character_by_character(
     return text, None
 
 
+@settings(deadline=None)
 @given(st.lists(_TEXTS, max_size=8), _STOPS, st.booleans(), st.integers(0, 3))
 def test_every_split_of_a_text_is_cut_where_its_characters_say(
     pieces: list[str], stops: list[str], include: bool, armed_from: int
@@ -45,6 +46,7 @@ def test_every_split_of_a_text_is_cut_where_its_characters_say(
     assert (text, finder.found) == _character_by_character(pieces, stops, include, armed_from)
 
 
+@settings(deadline=None)
 @given(st.lists(_TEXTS, max_size=8), _STOPS)
 def test_nothing_that_may_begin_a_stop_string_is_passed_on(pieces: list[str], stops: list[str]) -> None:
     finder = StopFinder(stops)

@@ -167,8 +167,8 @@ class Completion:
         if self._finder is None:
             self.text += rest
             return
-        # A character that never became whole is text like any other, unless the generation did not end by itself.
-        armed = reason in {"stop", "length"} and len(self.token_ids) - hidden > self._min_tokens
+        # A character that never became whole is text of the last token, unless the generation did not end by itself.
+        armed = reason in {"stop", "length"} and len(self.token_ids) > self._min_tokens
         self.text += self._finder.push(rest, armed=armed)
         if self._finder.found is None:
             self.text += self._finder.flush()
