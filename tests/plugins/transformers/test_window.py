@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from trivet_torch_attention.attention import TorchAttention
 from worker_kit import all_logits, make_model, make_runner, save_model
+
+from trivet_torch_attention.attention import TorchAttention
 
 WINDOW = 512
 
