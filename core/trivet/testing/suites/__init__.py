@@ -13,6 +13,18 @@ from __future__ import annotations
 from trivet.testing.suites._base import ArraySuite, Suite
 from trivet.testing.suites.attention import AttentionSuite
 from trivet.testing.suites.cache import CacheSuite
+from trivet.testing.suites.executor import ExecutorSuite
+from trivet.testing.suites.model import ModelSuite
+from trivet.testing.suites.runner import RunnerSuite
 from trivet.testing.suites.scheduler import SchedulerSuite
 
-__all__ = ["ArraySuite", "AttentionSuite", "CacheSuite", "SchedulerSuite", "Suite"]
+__all__ = [
+    "ArraySuite",
+    "AttentionSuite",
+    "CacheSuite",
+    "ExecutorSuite",
+    "ModelSuite",
+    "RunnerSuite",
+    "SchedulerSuite",
+    "Suite",
+]

@@ -131,17 +131,19 @@ class Suite:
                 found.append(plugin)
         return found
 
-    def engine_context(self, **fields: Any) -> EngineContextImpl:
-        """A new context of the engine's side, without an engine."""
+    def engine_context(self, *more: object, **fields: Any) -> EngineContextImpl:
+        """A new context of the engine's side, without an engine; with ``more`` plugins and other configuration."""
         from trivet.registry import Registry
 
-        return Registry(self.config(**fields), self.all_plugins(), required=()).engine_context
+        return Registry(self.config(**fields), self.all_plugins(*more), required=()).engine_context
 
-    def worker_context(self, *, max_num_seqs: int = 8, tokenizer_size: int | None = None, **fields: Any) -> Any:
-        """A new context of a worker's side, without an engine."""
+    def worker_context(
+        self, *more: object, max_num_seqs: int = 8, tokenizer_size: int | None = None, **fields: Any
+    ) -> Any:
+        """A new context of a worker's side, without an engine; with ``more`` plugins and other configuration."""
         from trivet.registry import Registry
 
-        registry = Registry(self.config(**fields), self.all_plugins(), required=())
+        registry = Registry(self.config(**fields), self.all_plugins(*more), required=())
         context: WorkerContextImpl = registry.worker_context(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=256, tokenizer_size=tokenizer_size
         )

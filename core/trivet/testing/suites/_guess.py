@@ -23,13 +23,15 @@ class GuessOptions(Options):
     """Proposals per step."""
     trees: bool = False
     """Whether proposals branch."""
+    windows: tuple[int | None, ...] = (None,)
+    """Windows of the fake model's layers."""
 
 
 class GuessDrafter(Drafter):
     """Knows the fake model's rule; whether a guess is right, and where a branch goes, is a hash of the tokens."""
 
     def __init__(self, context: Any, options: GuessOptions) -> None:
-        self.num_tokens, self._trees = options.num_tokens, options.trees
+        self.num_tokens, self._trees, self._windows = options.num_tokens, options.trees, options.windows
 
     def propose(self, inputs: DraftInputs) -> Drafts:
         """Proposals for the rows that want some."""
@@ -50,7 +52,7 @@ class GuessDrafter(Drafter):
             while up >= 0:
                 path.append(tokens[up])
                 up = parents[up]
-            right = reference_tokens(known + path[::-1], 1)[0]
+            right = reference_tokens(known + path[::-1], 1, windows=self._windows)[0]
             tokens.append(right if dice >> 32 & 1 else (right + 1 + (dice >> 33) % 60) % 64)
             parents.append(parent)
         return tokens, parents

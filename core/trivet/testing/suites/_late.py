@@ -57,6 +57,8 @@ class LateExecutor(Executor):
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call the runner."""
+        if method.startswith("_") or not hasattr(self.runner, method):
+            raise AttributeError(f"the runner has no public method {method!r}")
         return [getattr(self.runner, method)(*args)]
 
     def shutdown(self) -> None:
@@ -69,11 +71,13 @@ class LateExecutor(Executor):
 class _Late:
     def __init__(self, executor: LateExecutor, plan: StepPlan) -> None:
         self._executor, self.plan = executor, plan
+        self._taken = False
 
     def done(self) -> bool:
-        return False
+        return self._taken
 
     def result(self) -> StepResult:
+        self._taken = True
         return self._executor.take(self)
 
 
