@@ -2,8 +2,8 @@
 
     python benchmarks/offline.py MODEL [--engines trivet,transformers] [--workloads mixed,single,long] [--repeat 2]
 
-Each engine runs in a process of its own; the engines take turns run by run (A B A B ...), the other one idle, because only
-ratios taken in one go count on a machine that drifts. Prints a JSON line per run and, last, the medians as a table.
+Each engine runs in a process of its own; the engines take turns run by run (A B A B ...), the other one idle, because
+only ratios taken in one go count on a machine that drifts. Prints a JSON line per run and, last, the medians as a table.
 MODEL is a Hugging Face folder of a model with at least 150,000 token ids, such as a Qwen2.5.
 """
 
@@ -23,6 +23,7 @@ from workloads import WORKLOADS, Work
 
 
 def load_trivet(model: str) -> Any:
+    """Trivet as its users call it."""
     from trivet import LLM, SamplingParams
 
     llm = LLM(model=model, dtype="bfloat16", max_model_len=4096, max_num_seqs=64)
@@ -36,6 +37,7 @@ def load_trivet(model: str) -> Any:
 
 
 def load_transformers(model: str) -> Any:
+    """One padded static batch."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -88,6 +90,7 @@ def serve(engine: str, model: str) -> None:
 
 
 def main() -> None:
+    """Start the engines, let them take turns, print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--engines", default="trivet,transformers")

@@ -122,7 +122,7 @@ class Committer:
         out = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(kept_rows, out=out[1:])
         events.tokens = Ragged(out, tokens[keep])
-        events.requests = [table.requests[s] for s in sub.tolist()]  # type: ignore[misc]
+        events.requests = [table.requests[s] for s in sub.tolist()]
         self._first_tokens(sub, events.requests)
         for i in np.flatnonzero(first != _NEVER).tolist():
             token = int(tokens[starts[i] + first[i]])

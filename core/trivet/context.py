@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from trivet.roles.base import Side
 
 if TYPE_CHECKING:
-    from trivet_schemas.config import EngineConfig
-
     from trivet.planner import Planner
     from trivet.state import RequestTable
+    from trivet_schemas.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,14 +88,18 @@ class Faults:
         self._p.lifecycle.submitted(plan)
         return self._submitted
 
+    def _taken(self) -> PendingStep | None:
+        return self._submitted
+
     def send(self, plan: StepPlan) -> PendingStep | None:
         """The run leg; None when the plan did not get out (its requests have ended)."""
         self._submitted = None
         try:
             return self._p.hooks.run(plan)
         except Exception as error:
-            if self._submitted is not None:
-                return _Failed(self._submitted, error)
+            sent = self._taken()
+            if sent is not None:
+                return _Failed(sent, error)
             logger.exception("sending step %d failed", plan.step_id)
             self._p.lifecycle.unsent(plan)
             self._abandon(plan, error)

@@ -45,8 +45,8 @@ def plan_blocks(need: CacheRequirements, block_size: int, *, memory: int | None,
         raise CacheMemoryError(
             f"the KV cache cannot hold one request of max_model_len = {need.max_model_len} tokens: "
             f"{format_bytes(num_blocks * page)} are {max(usable, 0)} blocks of {block_size} tokens "
-            f"({page / block_size:.0f} bytes per token), enough for {fits}. Set max_model_len to {fits} or less, or plugins.cache.memory to at least "
-            f"{format_bytes(page * (1 + -(-need.max_model_len // block_size)))}.",
+            f"({page / block_size:.0f} bytes per token), enough for {fits}. Set max_model_len to {fits} or less, or "
+            f"plugins.cache.memory to at least {format_bytes(page * (1 + -(-need.max_model_len // block_size)))}.",
             fits_tokens=fits,
         )
     return int(num_blocks)

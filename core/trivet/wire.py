@@ -6,11 +6,15 @@ from typing import Any, get_origin
 
 import msgspec
 import numpy as np
-from trivet_schemas.sampling import PoolingParams, SamplingParams
 
 from trivet.plan import StepPlan
 from trivet.result import StepResult
+from trivet_schemas.sampling import PoolingParams, SamplingParams
 
+_MODELS: dict[str, type[SamplingParams | PoolingParams]] = {
+    "SamplingParams": SamplingParams,
+    "PoolingParams": PoolingParams,
+}
 _ARRAY = 1
 _PARAMS = 2
 
@@ -33,7 +37,7 @@ def _ext(code: int, data: memoryview) -> Any:
         return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape)
     if code == _PARAMS:
         name, _, body = bytes(data).partition(b"\0")
-        model = {"SamplingParams": SamplingParams, "PoolingParams": PoolingParams}[name.decode()]
+        model = _MODELS[name.decode()]
         return model.model_validate_json(body)
     raise ValueError(f"unknown extension code {code} in a plan or result")
 

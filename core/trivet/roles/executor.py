@@ -33,7 +33,7 @@ class Executor(Role):
     role: ClassVar[str] = "executor"
     #: steps that may be submitted before the first one's result is taken
     max_in_flight: int = 1
-    #: whether a worker feeds the token it sampled into its next step by itself; without it a request is in one step at most
+    #: whether a worker feeds the token it sampled into its next step by itself; else a request is in one step at most
     token_feedback: bool = False
 
     @abstractmethod

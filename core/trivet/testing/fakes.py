@@ -1,4 +1,5 @@
-"""Fake providers as one plugin: pass this module in ``Engine(config, plugins=[trivet.testing.fakes])`` and select ``fake``.
+"""Fake providers as one plugin: pass this module in ``Engine(config, plugins=[trivet.testing.fakes])`` and select
+``fake``.
 
 Model, attention, sampler, runner and tokenizer run in numpy and need neither torch nor files, so an engine starts in
 milliseconds. Their tokens depend on everything that scheduling and caching could get wrong
@@ -11,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
-from trivet_schemas.options import Options
 
 from trivet.hookspecs import hookimpl
 from trivet.provider import Provider
 from trivet.roles import Detokenizer, ModelInfo, Tokenizer
 from trivet.worker import StepRunner
+from trivet_schemas.options import Options
 
 _TEXT = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,!?;:-_()[]{}"
 
@@ -28,7 +29,7 @@ class FakeModelOptions(Options):
     """Rows of the LM head."""
     max_model_len: int = Field(512, ge=1)
     """Context length."""
-    windows: list[int | None] = Field(default_factory=lambda: [None])
+    windows: list[int | None] = Field(default=[None])
     """One entry per layer: null for full attention, or the tokens a layer sees."""
     eos_token_ids: list[int] = Field(default_factory=list)
     """Ids that end a generation."""
