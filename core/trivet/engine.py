@@ -141,6 +141,11 @@ class Engine:
         """Why the engine is unhealthy, or None."""
         return self._faults.reason
 
+    @property
+    def fault_cause(self) -> Exception | None:
+        """The exception behind :attr:`fault`, if there was one."""
+        return self._faults.cause
+
     def shutdown(self) -> None:
         """Stop; what has not finished is aborted. A second call has no effect."""
         self._faults.stop(self._flying)

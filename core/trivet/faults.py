@@ -43,6 +43,7 @@ class Faults:
     def __init__(self, parts: Parts) -> None:
         self._p = parts
         self.reason: str | None = None
+        self.cause: Exception | None = None
         self._stopped = False
         self._submitted: PendingStep | None = None
         parts.hooks.bind("run", self._submit)
@@ -66,13 +67,13 @@ class Faults:
             yield
         except Exception as error:
             logger.exception("%s failed; the engine stops", leg)
-            self.fail(f"{leg} failed: {describe(error)}")
+            self.fail(f"{leg} failed: {describe(error)}", error)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: Exception | None = None) -> None:
         """Turn unhealthy: every request ends with ``reason``."""
         if self.reason is not None:
             return
-        self.reason = reason
+        self.reason, self.cause = reason, cause
         life = self._p.lifecycle
         for request in list(life.requests.values()):
             try:

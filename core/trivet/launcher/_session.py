@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from trivet.engine import Engine
-from trivet.errors import OverloadedError, RequestError
+from trivet.errors import OverloadedError, RequestError, TrivetError
 from trivet.launcher.errors import complain
 from trivet.output.stage import OutputStage
 from trivet.submission import Preparer, Submission, eos_token_ids
@@ -103,9 +103,15 @@ class Session:
         self._waiting.extend((submission, index) for index in range(len(submission.children)))
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the engine; returns what it added to requests."""
+        """Run one step of the engine; returns what it added to requests.
+
+        Raises:
+            TrivetError: The engine stopped because of something that the user can mend (a plugin that breaks a rule).
+        """
         self._feed()
         outputs: list[Any] = self._stage.process(self.engine.step())
+        if isinstance(self.engine.fault_cause, TrivetError):
+            raise self.engine.fault_cause
         for output in outputs:
             if output.finished:
                 del self._unfinished[output.request_id]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from typer.core import TyperGroup
 
 from trivet.launcher.chat import chat
 from trivet.launcher.config import config_app
-from trivet.launcher.errors import exit_code
+from trivet.launcher.errors import exit_code, set_up_logging
 from trivet.launcher.generate import generate
 from trivet.launcher.options import Settings
 from trivet.launcher.plugins import plugins_app
@@ -60,7 +59,7 @@ def _show_version(wanted: bool) -> None:
 def _set_debug(ctx: typer.Context, wanted: bool) -> None:
     if wanted:
         ctx.obj.debug = True
-        logging.getLogger("trivet").setLevel(logging.DEBUG)
+        set_up_logging(debug=True)
 
 
 @app.callback()
@@ -79,7 +78,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             # Whatever a model writes must be printable, on a terminal of any encoding.
             stream.reconfigure(errors="backslashreplace")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    set_up_logging()
     command = typer.main.get_command(app)
     debug = next(parameter for parameter in command.params if parameter.name == "debug")
     _accept_everywhere(command, debug)

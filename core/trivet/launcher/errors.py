@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -45,6 +46,35 @@ def exit_code(error: BaseException, *, debug: bool = False) -> int:
     _print_traceback(error)
     complain(f"this is a fault of Trivet or of a plugin, not of your input: {type(error).__name__}: {error}")
     return FAILED
+
+
+def set_up_logging(*, debug: bool = False) -> None:
+    """Let warnings and errors of the log appear on stderr, like the command's own; with ``debug`` everything."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter(debug=debug))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=debug)
+    logging.getLogger("trivet").setLevel(logging.DEBUG if debug else logging.NOTSET)
+
+
+class _Formatter(logging.Formatter):
+    """``warning: message``; the traceback of an exception whose message is enough is left out, unless debugging."""
+
+    def __init__(self, *, debug: bool) -> None:
+        super().__init__()
+        self._debug = debug
+
+    def format(self, record: logging.LogRecord) -> str:
+        from trivet.errors import TrivetError
+
+        error = record.exc_info[1] if record.exc_info else None
+        text = f"{record.levelname.lower()}: {record.getMessage()}"
+        if self._debug:
+            text = f"{record.levelname.lower()}: {record.name}: {record.getMessage()}"
+        if error is None:
+            return text
+        if isinstance(error, TrivetError) and not self._debug:
+            return f"{text}: {error}"
+        return f"{text}\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def leave_pipe() -> None:

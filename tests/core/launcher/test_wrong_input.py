@@ -170,7 +170,7 @@ def test_a_wrapper_that_returns_nothing_is_named(site: Site, run: Run) -> None:
         """,
     )
     result = run("generate", site.config(plugins={"extension": [{"use": "silent"}]}), "-p", "a")
-    assert result.code != 0
+    assert result.code == 2
     assert "silent" in result.err
 
 
@@ -309,3 +309,22 @@ def test_without_a_command_the_help_is_shown(arguments: list[str], capsys: pytes
     captured = capsys.readouterr()
     assert code in {0, 2}
     assert "Usage" in captured.out + captured.err
+
+
+def test_the_log_tells_what_to_mend_without_a_traceback(site: Site) -> None:
+    site.plugin(
+        "silent",
+        """
+        @hookimpl(wrapper=True)
+        def trivet_sample(logits, rows):
+            yield
+        """,
+    )
+    config = site.config(plugins={"extension": [{"use": "silent"}]})
+    for arguments, has_traceback in (([], False), (["--debug"], True)):
+        with site.start("generate", config, "-p", "a", *arguments) as process:
+            _, errors = process.communicate()
+        assert process.returncode == 1
+        assert "plugin 'silent' (acme-silent 1.0" in errors
+        assert "return result" in errors
+        assert ("Traceback" in errors) == has_traceback
