@@ -146,15 +146,13 @@ def test_an_llm_is_made_from_flat_arguments_or_a_mapping() -> None:
 
 
 class BreaksSchedule:
-    """Lets some steps pass, then raises."""
+    """Raises as soon as it is told to."""
 
-    def __init__(self, after: int) -> None:
-        self.left = after
+    broken = False
 
     @hookimpl(wrapper=True)
     def trivet_schedule(self, inputs: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
+        if self.broken:
             raise RuntimeError("no plan today")
         return (yield)
 
@@ -188,14 +186,16 @@ async def test_streams_equal_the_reference_and_a_cancelled_one_frees_its_blocks(
 
 @pytest.mark.asyncio
 async def test_a_fault_in_schedule_ends_the_streams_and_the_engine_takes_no_more() -> None:
-    async with AsyncEngine(config(), [fakes, BreaksSchedule(after=3)]) as served:
-
-        async def last(prompt: list[int]) -> Any:
-            return [output async for output in served.generate(prompt, greedy(30))][-1]
-
-        for output in await asyncio.gather(last(PROMPTS[0]), last(PROMPTS[1])):
-            assert output.outputs[0].finish_reason == "error"
-            assert "no plan today" in output.error
+    fault = BreaksSchedule()
+    async with AsyncEngine(config(max_model_len=512), [fakes, fault]) as served:
+        streams = [served.generate(prompt, greedy(400)) for prompt in PROMPTS[:2]]
+        for stream in streams:
+            await anext(stream)
+        fault.broken = True
+        for stream in streams:
+            last = [output async for output in stream][-1]
+            assert last.outputs[0].finish_reason == "error"
+            assert "no plan today" in (last.error or "")
         assert not served.is_running
         with pytest.raises(EngineUnhealthyError, match="no plan today"):
             await served.check_health()
