@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trivet.plan import NewRequest, Ragged
 from trivet.result import PromptLogprobs, RequestFailure, RowLogprobs, TokenLogprobs
@@ -44,10 +45,9 @@ class FakeSampler(Sampler):
 
     def sample(self, logits: Any, rows: SampleRows) -> Sampled:
         """Draw row by row."""
-        raw = np.asarray(logits, np.float64).copy()
+        raw = np.asarray(logits, np.float64)[:, : self._size].copy()
         for i, processor in enumerate(self._processors):
-            count = int(rows.starts[-1])
-            selected = np.array([r for r in range(count) if i in self._wanted[int(rows.row_slots[r])]], np.int64)
+            selected = self._selected(i, processor, rows)
             if len(selected):
                 logits = processor.apply(logits, rows, selected)
         out: list[list[int]] = []
@@ -66,9 +66,11 @@ class FakeSampler(Sampler):
                 paths.append([])
                 continue
             accepted, path, used = self._walk(logits, rows, s, request, drafts, parents)
+            if not accepted:
+                result.errors.append(RequestFailure(slot, request.epoch, "no token is left to draw"))
             out.append(accepted)
             paths.append(path)
-            if getattr(request.params, "logprobs", None) is not None:
+            if accepted and getattr(request.params, "logprobs", None) is not None:
                 values = self._logprobs(raw[used], accepted, request.params.logprobs)
                 result.logprobs.append(RowLogprobs(s, values))
         for slot, epoch, start, row, count in rows.prompt_rows:
@@ -91,6 +93,8 @@ class FakeSampler(Sampler):
         while True:
             row = first + 1 + node
             token = self._draw(logits[row], rows, row, request)
+            if token is None:
+                return [], [], []
             accepted.append(token)
             used.append(row)
             child = next((j for j, p in enumerate(parents) if p == node and drafts[j] == token), None)
@@ -99,11 +103,23 @@ class FakeSampler(Sampler):
             path.append(child)
             node = child
 
-    def _draw(self, values: Any, rows: SampleRows, row: int, request: NewRequest) -> int:
+    def _selected(self, index: int, processor: LogitsProcessor, rows: SampleRows) -> NDArray[np.int64]:
+        """The logits rows that a processor sees: greedy ones only if it may change the likeliest token."""
+        found = []
+        for row in range(int(rows.starts[-1])):
+            slot = int(rows.row_slots[row])
+            greedy = not getattr(self._requests[slot].params, "temperature", 0.0)
+            if index in self._wanted[slot] and not (greedy and processor.keeps_argmax):
+                found.append(row)
+        return np.array(found, np.int64)
+
+    def _draw(self, values: Any, rows: SampleRows, row: int, request: NewRequest) -> int | None:
         scores = np.array(values[: self._size], np.float64)
         if rows.bitmask is not None:
             bits = np.unpackbits(np.asarray(rows.bitmask[row], np.int32).view(np.uint8), bitorder="little")
             scores[bits[: self._size] == 0] = -np.inf
+        if scores.max() == -np.inf:
+            return None
         temperature = getattr(request.params, "temperature", 0.0)
         if temperature > 0:
             key = mix(np.array([request.seed & (2**63 - 1), int(rows.positions[row])], np.uint64))

@@ -16,6 +16,7 @@ from trivet.testing.suites.cache import CacheSuite
 from trivet.testing.suites.executor import ExecutorSuite
 from trivet.testing.suites.model import ModelSuite
 from trivet.testing.suites.runner import RunnerSuite
+from trivet.testing.suites.sampler import SamplerSuite
 from trivet.testing.suites.scheduler import SchedulerSuite
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "ExecutorSuite",
     "ModelSuite",
     "RunnerSuite",
+    "SamplerSuite",
     "SchedulerSuite",
     "Suite",
 ]
