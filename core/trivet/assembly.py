@@ -59,8 +59,8 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str, plugins: Sequenc
     if isinstance(config, EngineConfig):
         return config
     if isinstance(config, Mapping):
-        return EngineConfig.from_flat(dict(config), known_flat_names(plugins))
-    return load_config_file(config, known_flat=known_flat_names(plugins))
+        return EngineConfig.from_flat(dict(config), known_flat_names(plugins, config.get("plugins")))
+    return load_config_file(config, known_flat=lambda section: known_flat_names(plugins, section))
 
 
 def assemble(config: EngineConfig | Mapping[str, Any] | str, plugins: Sequence[object]) -> Parts:
@@ -185,7 +185,7 @@ def _connect_holds(parts: Parts) -> None:
     def release(request_id: str, plugin: str, kind: str) -> None:
         request = parts.lifecycle.requests.get(request_id)
         if request is not None:
-            parts.lifecycle.release(request, plugin, kind)
+            parts.lifecycle.release_later(request, plugin, kind)
         parts.wake()
 
     parts.context.on_hold, parts.context.on_release = hold, release

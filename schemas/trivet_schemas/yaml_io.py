@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from trivet_schemas.options import KnownFlat
 
 
 def load_config_file(
-    path: str | os.PathLike[str], overrides: Iterable[str] = (), known_flat: KnownFlat | None = None
+    path: str | os.PathLike[str],
+    overrides: Iterable[str] = (),
+    known_flat: KnownFlat | Callable[[Mapping[str, Any]], KnownFlat] | None = None,
 ) -> EngineConfig:
     """Read a YAML file into an :class:`EngineConfig`.
 
@@ -28,6 +30,7 @@ def load_config_file(
             the last wins. An override always wins over the file.
         known_flat: The flat arguments that the installed plugins declare
             (:func:`trivet_schemas.options.collect_flat_names`); file and overrides may use them at the top level.
+            A function is given the ``plugins`` section, since only active plugins' arguments count.
 
     Raises:
         ConfigError: If the file cannot be read, is no YAML, repeats a key, or holds anything that the configuration
@@ -71,14 +74,18 @@ def _files_in(path: Path) -> str:
     return f", such as {str(path / names[0])!r}" if names else ""
 
 
-def _build(document: Document, texts: list[str], known_flat: KnownFlat, source: str) -> EngineConfig:
+def _build(
+    document: Document, texts: list[str], flat: KnownFlat | Callable[[Mapping[str, Any]], KnownFlat], source: str
+) -> EngineConfig:
     overrides, problems = parse_overrides(texts)
-    overrides = spread_overrides(overrides, known_flat)
     places = {path: Place(line=line) for path, line in document.lines.items()}
     values: dict[str, Any] = document.value
     notes: list[str] = []
 
     _apply([o for o in overrides if o.selects_plugin], values, places, notes, problems)
+    section = values.get("plugins")
+    known_flat = flat(section if isinstance(section, dict) else {}) if callable(flat) else flat
+    overrides = spread_overrides(overrides, known_flat)
     # An override wins over a flat argument of the file; left in, the two would count as one option given twice.
     spread = distribute_flat(values, known_flat, EngineConfig.model_fields)
     _inherit_places(places, spread.origins)

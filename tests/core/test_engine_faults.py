@@ -164,7 +164,8 @@ def test_a_wrapper_that_returns_nothing_is_named() -> None:
     class Forgetful:
         @hookimpl(wrapper=True)
         def trivet_sample(self, logits: Any, rows: Any) -> Any:
-            yield
+            result = yield
+            return result if logits is None else None
 
     with engine(Forgetful()) as e:
         submit(e)

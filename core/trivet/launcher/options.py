@@ -45,7 +45,7 @@ def read_config(path: Path, overrides: list[str] | None) -> EngineConfig:
     from trivet.registry import known_flat_names
     from trivet_schemas.yaml_io import load_config_file
 
-    config = load_config_file(path, overrides or (), known_flat_names())
+    config = load_config_file(path, overrides or (), lambda section: known_flat_names((), section))
     for note in config.notes:
         complain(note, kind="note")
     return config

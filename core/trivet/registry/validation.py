@@ -6,6 +6,7 @@ arguments, lets a wrapper return nothing, and stops at the first problem.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -72,6 +73,21 @@ def unmarked_hooks(target: object) -> list[str]:
     return [name for name, _ in _functions(target) if name in known and name not in marked and target is not hookspecs]
 
 
+def returns_nothing(function: Callable[..., Any]) -> bool:
+    """Whether every way out of a function returns None, as far as its bytecode tells."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return False
+    last: dis.Instruction | None = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "RETURN_VALUE" and not (last and last.opname == "LOAD_CONST" and last.argval is None):
+            return False
+        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
+            return False
+        last = instruction
+    return True
+
+
 def scan(plugin: Plugin) -> None:
     """Fill ``plugin.hooks`` from its target, reporting what does not depend on the specs."""
     target = plugin.target
@@ -99,6 +115,11 @@ def scan(plugin: Plugin) -> None:
         elif wrapper and not inspect.isgeneratorfunction(function):
             plugin.report(
                 f"{hook} at {place} is marked as a wrapper but has no yield; write `result = yield; return result`"
+            )
+        elif wrapper and (marks.get("specname") or name) in PHASE_HOOKS and returns_nothing(function):
+            plugin.report(
+                f"{hook} at {place} is a wrapper that returns nothing; end it with `return result`, where "
+                "`result = yield`"
             )
         elif not wrapper and inspect.isgeneratorfunction(function):
             plugin.report(f"{hook} at {place} has a yield but is no wrapper; mark it with hookimpl(wrapper=True)")

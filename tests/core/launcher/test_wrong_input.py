@@ -160,12 +160,16 @@ def test_a_wrong_plugin(site: Site, run: Run, what: str) -> None:
         assert "acme-wrong 1.0" in result.err
 
 
-def test_a_wrapper_that_returns_nothing_is_named(site: Site, run: Run) -> None:
+@pytest.mark.parametrize(
+    "hook",
+    ["trivet_schedule(inputs)", "trivet_commit(plan, result)", "trivet_sample(logits, rows)", "trivet_forward(batch)"],
+)
+def test_a_wrapper_that_returns_nothing_is_named(site: Site, run: Run, hook: str) -> None:
     site.plugin(
         "silent",
-        """
+        f"""
         @hookimpl(wrapper=True)
-        def trivet_schedule(inputs):
+        def {hook}:
             yield
         """,
     )
@@ -317,7 +321,8 @@ def test_the_log_tells_what_to_mend_without_a_traceback(site: Site) -> None:
         """
         @hookimpl(wrapper=True)
         def trivet_sample(logits, rows):
-            yield
+            result = yield
+            return result if logits is None else None
         """,
     )
     config = site.config(plugins={"extension": [{"use": "silent"}]})

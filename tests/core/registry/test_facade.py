@@ -161,7 +161,8 @@ class TestWrappers:
         class Forgetful:
             @hookimpl(wrapper=True, specname=f"trivet_{phase}")
             def around(self) -> Any:
-                yield
+                result = yield
+                return result if self is None else None
 
         hooks = world.registry(None, Forgetful()).freeze(**{phase: lambda *arguments: object()})
         with pytest.raises(
@@ -169,6 +170,28 @@ class TestWrappers:
         ):
             getattr(hooks, phase)(*[inputs()] * (2 if phase == "commit" else 1))
         assert hooks.errors["Forgetful", f"trivet_{phase}"] == 1
+
+    def test_a_wrapper_without_any_return_is_refused_before_the_start(self, world: Any) -> None:
+        class Forgetful:
+            @hookimpl(wrapper=True)
+            def trivet_schedule(self, inputs: Any) -> Any:
+                inputs.token_budget = 3
+                yield
+
+        with pytest.raises(PluginError, match="plugin 'Forgetful' .*trivet_schedule at .*returns nothing; .*return"):
+            world.registry(None, Forgetful())
+
+    def test_a_wrapper_that_hands_its_work_on_is_taken(self, world: Any) -> None:
+        class Split:
+            @hookimpl(wrapper=True)
+            def trivet_schedule(self, inputs: Any) -> Any:
+                return (yield from self.rest())
+
+            def rest(self) -> Any:
+                return (yield)
+
+        hooks = world.registry(None, Split()).freeze(schedule=schedule)
+        assert isinstance(hooks.schedule(inputs()), StepPlan)
 
     def test_a_wrapper_that_returns_another_plan_is_named(self, world: Any) -> None:
         class Forger:
