@@ -80,8 +80,11 @@ def returns_nothing(function: Callable[..., Any]) -> bool:
         return False
     last: dis.Instruction | None = None
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "RETURN_VALUE" and not (last and last.opname == "LOAD_CONST" and last.argval is None):
-            return False
+        if instruction.opname == "RETURN_VALUE":
+            # A return that is jumped to returns what was left on the stack elsewhere.
+            plain = last is not None and last.opname == "LOAD_CONST" and last.argval is None
+            if not plain or instruction.is_jump_target:
+                return False
         if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
             return False
         last = instruction
