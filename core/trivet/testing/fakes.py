@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
+from trivet.errors import RequestError
 from trivet.hookspecs import hookimpl
 from trivet.provider import Provider
 from trivet.roles import Detokenizer, ModelInfo, Tokenizer
@@ -130,6 +131,8 @@ class FakeTokenizer(Tokenizer):
         **variables: Any,
     ) -> str:
         """``role: content`` per message."""
+        if not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+            raise RequestError("messages: each must be a mapping with role and content", param="messages")
         text = "".join(f"{m['role']}: {m['content']}." for m in messages)
         return text + ("assistant: " if add_generation_prompt else "")
 

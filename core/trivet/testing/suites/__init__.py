@@ -14,19 +14,23 @@ from trivet.testing.suites._base import ArraySuite, Suite
 from trivet.testing.suites.attention import AttentionSuite
 from trivet.testing.suites.cache import CacheSuite
 from trivet.testing.suites.executor import ExecutorSuite
+from trivet.testing.suites.logits_processor import LogitsProcessorSuite
 from trivet.testing.suites.model import ModelSuite
 from trivet.testing.suites.runner import RunnerSuite
 from trivet.testing.suites.sampler import SamplerSuite
 from trivet.testing.suites.scheduler import SchedulerSuite
+from trivet.testing.suites.tokenizer import TokenizerSuite
 
 __all__ = [
     "ArraySuite",
     "AttentionSuite",
     "CacheSuite",
     "ExecutorSuite",
+    "LogitsProcessorSuite",
     "ModelSuite",
     "RunnerSuite",
     "SamplerSuite",
     "SchedulerSuite",
     "Suite",
+    "TokenizerSuite",
 ]

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trivet.plan import NewRequest, Ragged
+from trivet.plan import NewRequest
 from trivet.roles import LogitsProcessor, Sampled, Sampler, SampleRows
 from trivet.testing.suites._base import ArraySuite, promised, require
+from trivet.testing.suites._sample_rows import Row, packed_bits, sample_rows_of
 from trivet_schemas.sampling import SamplingParams
 
 VOCAB, KNOWN_IDS, SLOTS = 64, 60, 16
 
 Logits = NDArray[np.float32]
-
-
-@dataclass(slots=True)
-class Row:
-    """A sampling row: its slot, the output position of its first logits row, its drafts, and its logits rows."""
-
-    slot: int
-    position: int
-    logits: Logits  #: [1 + drafts, VOCAB]
-    drafts: list[int] = field(default_factory=list)
-    parents: list[int] | None = None
-    bits: NDArray[np.bool_] | None = None  #: [1 + drafts, VOCAB] allowed tokens
 
 
 class SamplerSuite(ArraySuite):
@@ -71,52 +59,13 @@ class SamplerSuite(ArraySuite):
 
     def draw(self, sampler: Sampler, rows: Sequence[Row], prompt_rows: Sequence[Any] = ()) -> Sampled:
         """Sample a batch; ``prompt_rows`` are (slot, first position, logits) of prompt logprobs."""
-        starts = np.concatenate([[0], np.cumsum([len(r.logits) for r in rows])]).astype(np.int32)
-        positions: list[int] = []
-        for row in rows:
-            depths = [0]
-            parents = row.parents if row.parents is not None else range(-1, len(row.drafts) - 1)
-            for parent in parents:
-                depths.append(depths[1 + parent] + 1)
-            positions += [row.position + depth for depth in depths]
-        pieces = [r.logits for r in rows]
-        listed = []
-        count = int(starts[-1])
-        for slot, start, logits in prompt_rows:
-            listed.append((slot, 100 + slot, start, count, len(logits)))
-            pieces.append(logits)
-            positions += [-1] * len(logits)
-            count += len(logits)
-        owners = [(r.slot, len(r.logits)) for r in rows] + [(s, len(p)) for s, _, p in prompt_rows]
         tokens = np.tile(np.arange(64, dtype=np.int32) % KNOWN_IDS, (SLOTS, 1))
-        trees = any(r.parents is not None for r in rows)
-        chains = [r.parents if r.parents is not None else list(range(-1, len(r.drafts) - 1)) for r in rows]
-        sample_rows = SampleRows(
-            plan_rows=np.arange(len(rows), dtype=np.int32),
-            slots=np.array([r.slot for r in rows], np.int32),
-            starts=starts,
-            positions=np.array(positions, np.int32),
-            row_slots=np.concatenate([np.full(n, s, np.int32) for s, n in owners]),
-            drafts=Ragged.from_rows([r.drafts for r in rows]),
-            draft_parents=Ragged.from_rows(chains) if trees else None,
-            prompt_rows=listed,
-            bitmask=self.bitmask(rows, count),
-            tokens=tokens,
-            lengths=np.full(SLOTS, 5, np.int32),
-        )
-        return sampler.sample(self.tensor(np.concatenate(pieces)), sample_rows)
-
-    def bitmask(self, rows: Sequence[Row], count: int) -> Any:
-        """Packed bits of every logits row; None when no row has a grammar."""
-        if all(row.bits is None for row in rows):
-            return None
-        allowed = np.ones((count, VOCAB), np.bool_)
-        at = 0
-        for row in rows:
-            if row.bits is not None:
-                allowed[at : at + len(row.logits)] = row.bits
-            at += len(row.logits)
-        return self.tensor(np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
+        lengths = np.full(SLOTS, 5, np.int32)
+        prompts = [(slot, 100 + slot, start, logits) for slot, start, logits in prompt_rows]
+        logits, sample_rows = sample_rows_of(rows, tokens, lengths, prompts)
+        if any(row.bits is not None for row in rows):
+            sample_rows.bitmask = self.tensor(packed_bits(rows, len(logits)))
+        return sampler.sample(self.tensor(logits), sample_rows)
 
     @staticmethod
     def random_logits(rng: Any, rows: int = 1, spread: float = 2.0) -> Logits:
@@ -343,9 +292,7 @@ class SamplerSuite(ArraySuite):
                 row = Row(slot, int(rng.integers(9)), self.random_logits(rng, 1 + count))
                 row.parents = [int(rng.integers(-1, n)) for n in range(count)] if trees else None
                 parents = row.parents if row.parents is not None else list(range(-1, count - 1))
-                depths = [0]
-                for parent in parents:
-                    depths.append(depths[1 + parent] + 1)
+                depths = row.depths()
                 right = [
                     self.tokens(self.draw(single, [Row(slot, row.position + depths[i], row.logits[i : i + 1])]))[0][0]
                     for i in range(1 + count)
