@@ -1,10 +1,9 @@
-"""The sampler through its role: order of the operations, seeds, faults, drafts, logprobs."""
+"""The sampler through its role: order of the operations, seeds, masks, processors, faults."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,109 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampler_rig import KNOWN, VOCAB, Add, Rig, Row, make_logits
 from torch import Tensor
 
-from trivet.plan import NewRequest, Ragged, Task
-from trivet.roles import LogitsProcessor, Sampled, SampleRows
+from trivet.plan import NewRequest, Task
+from trivet.roles import SampleRows
 from trivet_kernels.reference.noise import gumbel_noise
 from trivet_sampler.plugin import trivet_providers
 from trivet_sampler.sampler import TorchSampler
 from trivet_schemas.sampling import ENGINE_FIELDS, PoolingParams, SamplingParams
-
-VOCAB, KNOWN = 330, 300  # the model has more rows than the tokenizer has ids
-
-
-@dataclass
-class Row:
-    """A sampling row: its slot, where its output stands, and drafts to verify."""
-
-    slot: int
-    position: int = 0
-    drafts: Sequence[int] = ()
-    parents: Sequence[int] | None = None
-
-
-@dataclass
-class Rig:
-    """A bound sampler with requests in slots."""
-
-    processors: Sequence[LogitsProcessor] = ()
-    sampler: TorchSampler = field(default_factory=TorchSampler)
-
-    def __post_init__(self) -> None:
-        self.sampler.bind(VOCAB, KNOWN, 16, self.processors)
-
-    def add(self, slot: int, *, seed: int = 0, epoch: int = 1, stop_ids: Sequence[int] = (), **params: Any) -> Rig:
-        self.sampler.add(
-            NewRequest(
-                request_id=f"r{slot}",
-                slot=slot,
-                epoch=epoch,
-                token_ids=np.array([1], np.int32),
-                num_prompt=1,
-                num_computed=0,
-                blocks=[],
-                params=SamplingParams(**params),
-                seed=seed,
-                stop_ids=np.array(stop_ids, np.int32),
-            )
-        )
-        return self
-
-    def sample(
-        self,
-        logits: Tensor,
-        rows: Sequence[Row],
-        *,
-        prompt_rows: Sequence[tuple[int, int, int, int, int]] = (),
-        tokens: Any = None,
-        bitmask: Tensor | None = None,
-    ) -> Sampled:
-        return self.sampler.sample(logits, sample_rows(rows, len(logits), prompt_rows, tokens, bitmask))
-
-    def draw(self, logits: Tensor, rows: Sequence[Row], **given: Any) -> list[list[int]]:
-        sampled = self.sample(logits, rows, **given)
-        assert not sampled.errors
-        return [sampled.accepted.row(i).tolist() for i in range(len(rows))]
-
-
-def sample_rows(
-    rows: Sequence[Row],
-    count: int,
-    prompt_rows: Sequence[tuple[int, int, int, int, int]] = (),
-    tokens: Any = None,
-    bitmask: Tensor | None = None,
-) -> SampleRows:
-    positions, slots, parents, trees = [], [], [], False
-    for row in rows:
-        trees |= row.parents is not None
-        chain = list(range(-1, len(row.drafts) - 1)) if row.parents is None else list(row.parents)
-        depth = [0]
-        for parent in chain:
-            depth.append(depth[1 + parent] + 1)
-        positions += [row.position + d for d in depth]
-        slots += [row.slot] * len(depth)
-        parents.append(chain)
-    for slot, _, _, _, number in prompt_rows:
-        positions += [0] * number
-        slots += [slot] * number
-    assert len(positions) == count
-    return SampleRows(
-        plan_rows=np.arange(len(rows), dtype=np.int32),
-        slots=np.array([row.slot for row in rows], np.int32),
-        starts=np.concatenate([[0], np.cumsum([1 + len(row.drafts) for row in rows])]).astype(np.int32),
-        positions=np.array(positions, np.int32),
-        row_slots=np.array(slots, np.int32),
-        drafts=Ragged.from_rows([list(row.drafts) for row in rows]),
-        draft_parents=Ragged.from_rows(parents) if trees else None,
-        prompt_rows=list(prompt_rows),
-        bitmask=bitmask,
-        tokens=tokens,
-    )
-
-
-def make_logits(rows: int, *, seed: int = 0, scale: float = 2.0) -> Tensor:
-    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def bits(allowed: Sequence[int] | None) -> list[int]:
@@ -125,29 +30,6 @@ def bits(allowed: Sequence[int] | None) -> list[int]:
     for token in allowed or ():
         words[token // 32] |= np.uint32(1 << (token % 32))
     return words.view(np.int32).tolist()
-
-
-class Add(LogitsProcessor):
-    """Adds numbers to the logits of requests whose ``extra_args`` name it."""
-
-    def __init__(self, name: str, delta: Tensor | float, *, keeps_argmax: bool = False) -> None:
-        self.name, self.delta, self.slots = name, delta, set[int]()
-        self.keeps_argmax = keeps_argmax  # type: ignore[misc]
-        self.seen: list[list[int]] = []
-
-    def add(self, request: NewRequest) -> bool:
-        if self.name in (request.params.extra_args or {}):
-            self.slots.add(request.slot)
-        return request.slot in self.slots
-
-    def remove(self, slot: int) -> None:
-        self.slots.remove(slot)
-
-    def apply(self, logits: Tensor, rows: SampleRows, selected: Tensor) -> Tensor:
-        self.seen.append(selected.tolist())
-        assert logits.dtype == torch.float32
-        logits[selected] += self.delta
-        return logits
 
 
 def slow_draw(row: Tensor, params: SamplingParams, seed: int, position: int, *, before: Any = 0, after: Any = 0) -> int:
@@ -411,155 +293,6 @@ def test_nan_behind_a_rejected_draft_is_nobodys_fault() -> None:
     sampled = rig.sample(logits.clone(), [Row(0, drafts=[best[0]]), Row(1, drafts=[best[2]])])
     assert [e.slot for e in sampled.errors] == [0]
     assert [sampled.accepted.row(i).tolist() for i in range(2)] == [[], [best[2], best[3]]]
-
-
-# ---------------------------------------------------------------- drafts
-
-
-def test_a_chain_is_accepted_as_far_as_the_run_without_drafts_goes() -> None:
-    logits = make_logits(5)
-    rig = Rig().add(0, seed=8, temperature=1.2)
-    own = [rig.draw(logits[[i]].clone(), [Row(0, 3 + i)])[0][0] for i in range(5)]
-    for right in range(5):
-        drafts = own[:right] + [(own[i] + 1) % KNOWN for i in range(right, 4)]
-        sampled = rig.sample(logits.clone(), [Row(0, 3, drafts)])
-        assert sampled.accepted.row(0).tolist() == own[: right + 1]
-        assert sampled.path is None
-
-
-def test_a_tree_is_walked_along_what_is_drawn() -> None:
-    #        last known
-    #       /    |     \
-    #      0     1      4
-    #            |\      \
-    #            2 3      5
-    parents = [-1, -1, 1, 1, -1, 4]
-    logits = make_logits(7, seed=2)
-    rig = Rig().add(0, seed=1, temperature=0.9)
-
-    def token(row: int, depth: int) -> int:
-        return rig.draw(logits[[row]].clone(), [Row(0, 6 + depth)])[0][0]
-
-    first = token(0, 0)
-    after_one = token(1 + 1, 1)
-    others = [t for t in range(10, 20) if t not in (first, after_one)]
-    drafts = [others[0], first, others[1], after_one, others[2], others[3]]
-    sampled = rig.sample(logits.clone(), [Row(0, 6, drafts, parents)])
-    assert sampled.accepted.row(0).tolist() == [first, after_one, token(1 + 3, 2)]
-    assert sampled.path is not None
-    assert sampled.path.row(0).tolist() == [1, 3]
-    nothing = rig.sample(logits.clone(), [Row(0, 6, [others[0]] * 6, parents)])
-    assert nothing.accepted.row(0).tolist() == [first]
-    assert nothing.path is not None
-    assert len(nothing.path.row(0)) == 0
-
-
-def test_drafts_of_some_rows_leave_the_others_alone() -> None:
-    logits = make_logits(6)
-    rig = Rig().add(0, seed=1).add(1, seed=2).add(2, temperature=0)
-    alone = [rig.draw(logits[[i]].clone(), [Row(slot, 4)])[0] for i, slot in ((0, 0), (3, 1), (4, 2))]
-    second = rig.draw(logits[[1]].clone(), [Row(0, 5)])[0]
-    rows = [Row(0, 4, [alone[0][0], 5]), Row(1, 4), Row(2, 4, [(alone[2][0] + 1) % KNOWN])]
-    sampled = rig.sample(logits.clone(), rows)
-    got = [sampled.accepted.row(i).tolist() for i in range(3)]
-    assert got[0][:2] == alone[0] + second
-    assert got[1:] == alone[1:]
-
-
-# ---------------------------------------------------------------- logprobs
-
-
-def raw_logprobs(logits: Tensor) -> Tensor:
-    return logits.double().log_softmax(-1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_of_the_raw_model(dtype: torch.dtype) -> None:
-    logits = make_logits(5).to(dtype)
-    change = Add("changing", torch.linspace(0, 5, VOCAB))
-    rig = Rig([change]).add(0, temperature=0.5, top_k=3, logprobs=2).add(1, temperature=0, logprobs=0)
-    rig.add(2, seed=4, logprobs=5, extra_args={"changing": 1}).add(3).add(4, logprobs=-1, temperature=0)
-    before = logits.clone()
-    sampled = rig.sample(logits.clone(), [Row(slot) for slot in range(5)])
-    expected = raw_logprobs(before)
-    assert [entry.row for entry in sampled.logprobs] == [0, 1, 2, 4]
-    for entry, k in zip(sampled.logprobs, (2, 0, 5, KNOWN), strict=True):
-        values = entry.values
-        assert values.token_ids.shape == values.logprobs.shape == (1, 1 + k)
-        (drawn,) = sampled.accepted.row(entry.row).tolist()
-        order = torch.argsort(-before[entry.row, :KNOWN].double(), stable=True)
-        assert values.token_ids[0].tolist() == [drawn, *order[:k].tolist()]
-        close = expected[entry.row, torch.from_numpy(values.token_ids[0]).long()].float().numpy()
-        np.testing.assert_allclose(values.logprobs[0], close, rtol=1e-5, atol=1e-5)
-        assert values.ranks.tolist() == [1 + int((before[entry.row, :KNOWN] > before[entry.row, drawn]).sum())]
-        assert values.token_ids.dtype == values.ranks.dtype == np.int32
-        assert values.logprobs.dtype == np.float32
-
-
-def test_logprobs_come_with_every_accepted_draft() -> None:
-    logits = make_logits(3)
-    best = [int(row[:KNOWN].argmax()) for row in logits]
-    rig = Rig().add(0, temperature=0, logprobs=1)
-    sampled = rig.sample(logits.clone(), [Row(0, drafts=[best[0], (best[1] + 1) % KNOWN])])
-    (entry,) = sampled.logprobs
-    assert entry.values.token_ids.tolist() == [[best[0]] * 2, [best[1]] * 2]
-    expected = raw_logprobs(logits)
-    np.testing.assert_allclose(entry.values.logprobs[:, 0], [expected[i, best[i]] for i in range(2)], atol=1e-5)
-    assert entry.values.ranks.tolist() == [1, 1]
-
-
-def test_prompt_logprobs_of_chunks_join_to_those_of_the_whole() -> None:
-    prompt = [4, 8, 200, 8, 31, 77, 5]
-    logits = make_logits(len(prompt), seed=5)
-    tokens = np.zeros((16, 20), np.int32)
-    tokens[6, : len(prompt)] = prompt
-    rig = Rig().add(6, epoch=3, prompt_logprobs=2, temperature=0).add(1, temperature=0)
-    whole = rig.sample(logits[:-1].clone(), [], prompt_rows=[(6, 3, 1, 0, 6)], tokens=tokens)
-    assert not len(whole.accepted)
-    (entry,) = whole.prompt_logprobs
-    assert (entry.slot, entry.epoch, entry.start) == (6, 3, 1)
-    assert entry.values.token_ids[:, 0].tolist() == prompt[1:]
-    expected = raw_logprobs(logits)
-    np.testing.assert_allclose(
-        entry.values.logprobs[:, 0], [expected[i, prompt[i + 1]] for i in range(6)], rtol=1e-5, atol=1e-5
-    )
-    # The second chunk's step also draws, for this request and another one; sampled rows come first.
-    first = rig.sample(logits[:4].clone(), [], prompt_rows=[(6, 3, 1, 0, 4)], tokens=tokens)
-    step = torch.cat([logits[6:], make_logits(1), logits[4:6]])
-    second = rig.sample(step, [Row(6), Row(1)], prompt_rows=[(6, 3, 5, 2, 2)], tokens=tokens)
-    assert second.accepted.row(0).tolist() == [int(logits[6, :KNOWN].argmax())]
-    joined = [first.prompt_logprobs[0], second.prompt_logprobs[0]]
-    assert [part.start for part in joined] == [1, 5]
-    for name in ("token_ids", "logprobs", "ranks"):
-        parts = np.concatenate([getattr(part.values, name) for part in joined])
-        np.testing.assert_array_equal(parts, getattr(entry.values, name))
-
-
-def test_many_logprobs_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = make_logits(9)
-    tokens = np.tile(np.arange(20, dtype=np.int32), (16, 1))
-    rig = Rig().add(0, prompt_logprobs=3)
-
-    def compute() -> Any:
-        return rig.sample(logits.clone(), [], prompt_rows=[(0, 1, 1, 0, 9)], tokens=tokens).prompt_logprobs[0].values
-
-    whole = compute()
-    monkeypatch.setattr("trivet_sampler._logprobs._BLOCK", 2 * VOCAB)
-    parts = compute()
-    np.testing.assert_array_equal(whole.token_ids, parts.token_ids)
-    np.testing.assert_allclose(whole.logprobs, parts.logprobs, rtol=1e-6)
-
-
-def test_nan_in_the_prompts_logits_ends_that_request() -> None:
-    tokens = np.ones((16, 8), np.int32)
-    logits = make_logits(4)
-    logits[2] = math.nan
-    rig = Rig().add(0, epoch=5, prompt_logprobs=0, temperature=0).add(1, temperature=0)
-    sampled = rig.sample(logits, [Row(0), Row(1)], prompt_rows=[(0, 5, 1, 2, 2)], tokens=tokens)
-    assert [(e.slot, e.epoch) for e in sampled.errors] == [(0, 5)]
-    assert "NaN logits for the prompt" in sampled.errors[0].message
-    assert sampled.accepted.lengths.tolist() == [0, 1]
-    assert not sampled.prompt_logprobs
 
 
 # ---------------------------------------------------------------- the role
