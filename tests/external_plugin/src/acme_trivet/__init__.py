@@ -1,0 +1,1 @@
+"""Plugins for Trivet: a scheduler and a watermark."""
