@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trivet.errors import RequestError
-from trivet.events import RequestsAdded
+from trivet.events import Finished, RequestsAdded, RequestsFinished
 from trivet.plan import Int32, Task
 from trivet.roles import Wait
 from trivet.state import Request
@@ -98,8 +98,18 @@ class Admissions:
             if self._p.hooks.has_observers("requests_added"):
                 self._p.hooks.requests_added(RequestsAdded(added))
 
+    def take_ended(self) -> list[Finished]:
+        """Requests that ended since the last call, once observers know of them."""
+        ended = self._p.lifecycle.take_ended()
+        if ended:
+            self.tell()
+            if self._p.hooks.has_observers("requests_finished"):
+                self._p.hooks.requests_finished(RequestsFinished(ended))
+        return ended
+
     def explain(self, request_id: str) -> Wait | None:
         """See :meth:`trivet.engine.Engine.explain`."""
+        self._p.lifecycle.apply_releases()
         request = self._p.lifecycle.requests.get(request_id)
         if request is None:
             return None

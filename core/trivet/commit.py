@@ -6,6 +6,7 @@ transfers. A row whose epoch is no longer its slot's (preempted, aborted, ended 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from trivet.state import Request, RequestTable
 
 _NEVER = np.int32(2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A row whose output ends: with a stop token, or (None) at its greatest length. ``whole``: nothing was cut off."""
+
+    request: Request
+    token: int | None
+    whole: bool
 
 
 class Committer:
@@ -40,7 +50,9 @@ class Committer:
         table.num_placeholders[plan.slots[live]] -= plan.samples[live]
         rewound = life.end_transfers(result.transfers_finished, result.transfers_failed, result.invalid_blocks)
         if rewound:
-            live &= ~np.isin(plan.slots, list(rewound))
+            void = live & np.isin(plan.slots, list(rewound))
+            table.num_drafts[plan.slots[void & (plan.num_drafts > 0)]] = 0
+            live &= ~void
             self._restart([s for s in rewound if table.in_flight[s] > 0])
         self._fail(result)
         live &= table.epoch[plan.slots] == plan.epochs
@@ -49,21 +61,35 @@ class Committer:
         else:
             self._advance(plan, result, live, events)
         self._constraints(result)
+        if not result.undone:
+            self._require_progress(plan, result, live)
         life.release_children()
         life.settle(plan.step_id)
         return events
 
-    def abandon(self, plan: StepPlan, message: str) -> None:
-        """The step failed as a whole: its requests end with ``message``, nothing it wrote is ever used."""
+    def abandon(self, plan: StepPlan, message: str, report: StepResult | None = None, *, sent: bool = True) -> None:
+        """The step failed as a whole: its requests end with ``message``, nothing it wrote is ever used.
+
+        ``report`` is the step's result if it reached the workers all the same: what it says of transfers, grammars and
+        other requests counts. Without ``sent`` the workers never saw the plan, and nothing waits for its end."""
         table, life = self._table, self._life
         live = table.epoch[plan.slots] == plan.epochs
         table.in_flight[plan.slots[live]] -= 1
-        for slot in plan.slots[live].tolist():
-            request = table.requests[slot]
-            if request is not None:
-                life.finish(request, "error", message=message)
+        for key in plan.new:
+            # Those without a row too: whatever the workers were to begin for them may not have begun.
+            if life.live(key) and sent:
+                self._abort(key.slot, message)
+        for slot, epoch in zip(plan.slots[live].tolist(), plan.epochs[live].tolist(), strict=True):
+            if table.epoch[slot] == epoch:
+                self._abort(slot, message)
+        if report is not None:
+            rewound = life.end_transfers(report.transfers_finished, report.transfers_failed, report.invalid_blocks)
+            self._restart([s for s in rewound if table.in_flight[s] > 0])
+            self._fail(report)
+            self._constraints(report)
         life.release_children()
-        life.settle(plan.step_id)
+        if sent:
+            life.settle(plan.step_id)
 
     # ------------------------------------------------------------------ parts
 
@@ -84,25 +110,28 @@ class Committer:
             counts, flat = _joined(result.accepted, result.forced)
             offsets = np.zeros(len(counts) + 1, np.int32)
             np.cumsum(counts, out=offsets[1:])
-        kept = self._append(slots, np.where(live, counts, 0).astype(np.int32), offsets, flat, events)
-        self._outputs(plan, result, live, kept, events)
+        kept, ends = self._append(slots, np.where(live, counts, 0).astype(np.int32), offsets, flat, events)
+        if self._cache.wants_commits and live.any():
+            # Before anything ends: what a request computed in its last step is as good as the rest.
+            rows = slots[live]
+            final = np.minimum(table.num_committed[rows], table.num_known[rows]).astype(np.int32)
+            self._cache.commit(rows, final)
+        self._outputs(result, kept, events)
+        if ends:
+            self._end(ends, result)
         if result.next_drafts is not None:
             self._keep_drafts(plan, result, live & (table.epoch[slots] == plan.epochs))
-        if self._cache.wants_commits:
-            still = live & (table.epoch[slots] == plan.epochs)
-            rows = slots[still]
-            if len(rows):
-                final = np.minimum(table.num_committed[rows], table.num_known[rows]).astype(np.int32)
-                self._cache.commit(rows, final)
 
-    def _append(self, slots: Int32, counts: Int32, offsets: Int32, flat: Int32, events: CommitEvents) -> Int32:
-        """Append tokens up to each row's stop; returns how many of each row were kept, ends the rows that stop."""
+    def _append(
+        self, slots: Int32, counts: Int32, offsets: Int32, flat: Int32, events: CommitEvents
+    ) -> tuple[Int32, list[_End]]:
+        """Append tokens up to each row's stop; returns how many of each row were kept, and the rows that stop."""
         table = self._table
         rows = np.flatnonzero(counts)
         kept = np.zeros(len(slots), np.int32)
         if not len(rows):
             events.tokens = Ragged.empty()
-            return kept
+            return kept, []
         sub, many = slots[rows], counts[rows]
         starts, index = spans(offsets[rows], many)
         tokens = flat[index]
@@ -111,9 +140,9 @@ class Committer:
         after = position + 1
         owner = sub[row_of]
         stops = (table.stop_ids[owner] == tokens[:, None]).any(axis=1) & (after > table.min_total[owner])
-        ends = stops | (after >= table.max_total[owner])
+        last = stops | (after >= table.max_total[owner])
         nth = np.arange(len(tokens), dtype=np.int32) - starts[:-1][row_of]
-        first = np.minimum.reduceat(np.where(ends, nth, _NEVER), starts[:-1])
+        first = np.minimum.reduceat(np.where(last, nth, _NEVER), starts[:-1])
         kept_rows = np.minimum(many, np.where(first == _NEVER, _NEVER, first + 1)).astype(np.int32)
         keep = nth < kept_rows[row_of]
         table.tokens[owner[keep], position[keep]] = tokens[keep]
@@ -124,11 +153,24 @@ class Committer:
         events.tokens = Ragged(out, tokens[keep])
         events.requests = [table.requests[s] for s in sub.tolist()]
         self._first_tokens(sub, events.requests)
+        ends: list[_End] = []
         for i in np.flatnonzero(first != _NEVER).tolist():
-            token = int(tokens[starts[i] + first[i]])
-            stopped = bool(stops[starts[i] + first[i]])
-            self._end(events.requests[i], token if stopped else None)
-        return kept
+            at = starts[i] + first[i]
+            token = int(tokens[at]) if stops[at] else None
+            ends.append(_End(events.requests[i], token, whole=bool(kept_rows[i] == many[i])))
+        return kept, ends
+
+    def _require_progress(self, plan: StepPlan, result: StepResult, live: Bool) -> None:
+        """A row that was to draw or to pool and did not would wait for ever: its request ends."""
+        idle = live & (plan.samples | plan.pools) & (result.accepted.lengths == 0)
+        idle &= self._table.epoch[plan.slots] == plan.epochs
+        for row in np.flatnonzero(idle).tolist():
+            self._abort(int(plan.slots[row]), "the worker returned neither a token nor a pooled output for it")
+
+    def _abort(self, slot: int, message: str) -> None:
+        request = self._table.requests[slot]
+        assert request is not None
+        self._life.finish(request, "error", message=message)
 
     def _first_tokens(self, slots: Int32, requests: list[Request]) -> None:
         fresh = np.flatnonzero(self._table.num_known[slots] - self._table.num_prompt[slots] <= 1)
@@ -138,22 +180,29 @@ class Committer:
                 if requests[i].first_token_time is None:
                     requests[i].first_token_time = now
 
-    def _end(self, request: Request, token: int | None) -> None:
-        if token is None:
-            self._life.finish(request, "length")
-            return
-        # As in vLLM: the model's own end has no stop_reason, a stop token of the user's is named.
-        own = token in self._eos and not (getattr(request.params, "ignore_eos", False))
-        self._life.finish(request, "stop", stop_reason=None if own else token)
+    def _end(self, ends: list[_End], result: StepResult) -> None:
+        complete = {(c.slot, c.epoch) for c in result.constraints if c.state == ConstraintState.TERMINATED}
+        for end in ends:
+            request = end.request
+            if end.token is not None:
+                # As in vLLM: the model's own end has no stop_reason, a stop token of the user's is named.
+                own = end.token in self._eos and not getattr(request.params, "ignore_eos", False)
+                self._life.finish(request, "stop", stop_reason=None if own else end.token)
+            elif end.whole and (request.slot, request.epoch) in complete:
+                # The last allowed token completed the structured output.
+                self._life.finish(request, "stop")
+            else:
+                self._life.finish(request, "length")
 
-    def _outputs(self, plan: StepPlan, result: StepResult, live: Bool, kept: Int32, events: CommitEvents) -> None:
+    def _outputs(self, result: StepResult, kept: Int32, events: CommitEvents) -> None:
         table = self._table
         if result.logprobs:
             place = {row: i for i, row in enumerate(np.flatnonzero(kept).tolist())}
             events.logprobs = [(place[lp.row], lp.values) for lp in result.logprobs if lp.row in place]
         for chunk in result.prompt_logprobs:
-            request = self._request(chunk.slot, chunk.epoch, events)
-            if request is not None:
+            if table.epoch[chunk.slot] == chunk.epoch:
+                request = table.requests[chunk.slot]
+                assert request is not None
                 events.prompt_logprobs.append((request, chunk))
         for pooled in result.pooled:
             if table.epoch[pooled.slot] == pooled.epoch:
@@ -161,13 +210,6 @@ class Committer:
                 assert request is not None
                 events.pooled.append((request, pooled))
                 self._life.finish(request, "stop")
-
-    def _request(self, slot: int, epoch: int, events: CommitEvents) -> Request | None:
-        request = self._table.requests[slot]
-        if request is not None and request.epoch == epoch:
-            return request
-        # It may just have ended with the last token of this very step.
-        return next((r for r in events.requests if r.epoch == epoch), None)
 
     def _keep_drafts(self, plan: StepPlan, result: StepResult, live: Bool) -> None:
         table, drafts, parents = self._table, result.next_drafts, result.next_draft_parents
@@ -186,9 +228,7 @@ class Committer:
     def _fail(self, result: StepResult) -> None:
         for failure in result.errors:
             if self._table.epoch[failure.slot] == failure.epoch:
-                request = self._table.requests[failure.slot]
-                assert request is not None
-                self._life.finish(request, "error", message=failure.message)
+                self._abort(failure.slot, failure.message)
 
     def _constraints(self, result: StepResult) -> None:
         for status in result.constraints:
@@ -207,6 +247,7 @@ class Committer:
         table = self._table
         slots = plan.slots[live]
         table.num_computed[slots] = np.minimum(table.num_computed[slots], plan.num_computed[live])
+        table.num_committed[slots] = np.minimum(table.num_committed[slots], table.num_computed[slots])
         table.num_drafts[slots] = 0
         self._restart([s for s in slots.tolist() if table.in_flight[s] > 0])
 

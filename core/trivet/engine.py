@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from trivet.admission import Admissions
 from trivet.assembly import Parts, assemble
-from trivet.events import CommitEvents, RequestsFinished, StepFinished
+from trivet.errors import RequestError
+from trivet.events import CommitEvents, StepFinished
 from trivet.faults import Faults
 from trivet.plan import StepPlan
 from trivet.roles import PendingStep, ScheduleInputs, Wait
@@ -43,6 +44,7 @@ class Engine:
         """One turn: send plans while steps may be in flight, then commit the oldest. Never raises for a plugin's
         fault."""
         life, depth = self.parts.lifecycle, self.parts.executor.max_in_flight
+        life.apply_releases()
         self._admissions.tell()
         while len(self._flying) < depth and self._faults.healthy:
             plan, seconds = self._schedule()
@@ -54,9 +56,7 @@ class Engine:
             events = CommitEvents(self._step_id)
             if not life.ended and self.has_work and self._wake.wait(_IDLE_SECONDS):
                 self._wake.clear()
-        events.finished = life.take_ended()
-        if events.finished and self.hooks.has_observers("requests_finished"):
-            self.hooks.requests_finished(RequestsFinished(events.finished))
+        events.finished = self._admissions.take_ended()
         return events
 
     def _schedule(self) -> tuple[StepPlan | None, float]:
@@ -68,7 +68,8 @@ class Engine:
             plan = self.hooks.schedule(inputs)
             # With steps in flight, reports arrive anyway; a plan without rows is only for asking.
             life = self.parts.lifecycle
-            if plan.num_rows or plan.new or life.has_news or (life.waits_for_workers and not self._flying):
+            useful = plan.num_rows or plan.new or plan.loads or plan.stores
+            if useful or (life.waits_for_workers and not self._flying):
                 return plan, time.perf_counter() - start
             life.unsent(plan)
         return None, 0.0
@@ -108,25 +109,33 @@ class Engine:
         """Raise what :meth:`add_request` would for such a request, and queue nothing."""
         self._admissions.validate(prompt_token_ids, params)
 
-    def abort(self, request_ids: Iterable[str], reason: str = "abort") -> None:
-        """End requests at once; ids that are unknown or ended have no effect."""
-        for request_id in list(request_ids):
+    def abort(self, request_ids: str | Iterable[str], reason: str = "abort") -> None:
+        """End a request or several at once; ids that are unknown or ended have no effect."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             request = self.parts.lifecycle.requests.get(request_id)
             if request is not None:
                 self.parts.lifecycle.finish(request, reason)
         self._wake.set()
 
     def stop(self, request_id: str, num_tokens: int, stop_reason: str | None = None) -> None:
-        """End a request whose output is complete after ``num_tokens`` tokens (a stop string was found)."""
+        """End a request whose output is complete after ``num_tokens`` tokens (a stop string was found).
+
+        No effect for an unknown or ended one. Raises RequestError when it has fewer tokens than that."""
         request = self.parts.lifecycle.requests.get(request_id)
         if request is not None:
+            known = self.table.num_output(request)
+            if not 0 <= num_tokens <= known:
+                raise RequestError(
+                    f"{request_id!r} cannot be stopped after {num_tokens} tokens: it has {known}", param="num_tokens"
+                )
             self.parts.lifecycle.finish(request, "stop", stop_reason=stop_reason, num_output=num_tokens)
 
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to do or to report."""
         life = self.parts.lifecycle
-        return bool(life.requests or self._flying or life.ended or life.has_transfers)
+        # A transfer's end is reported with a step, and there are no more steps after a fault.
+        return bool(life.requests or self._flying or life.ended or (life.has_transfers and self._faults.healthy))
 
     def explain(self, request_id: str) -> Wait | None:
         """Why a request did not advance in the last step: compute, memory, turn, or a hold, with numbers."""
@@ -148,4 +157,4 @@ class Engine:
 
     def shutdown(self) -> None:
         """Stop; what has not finished is aborted. A second call has no effect."""
-        self._faults.stop(self._flying)
+        self._faults.stop(self._flying, self._admissions.take_ended)

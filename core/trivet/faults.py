@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,13 @@ class _Failed:
 
     def __init__(self, pending: PendingStep, error: Exception) -> None:
         self._pending, self._error = pending, error
+        self.report: StepResult | None = None
 
     def done(self) -> bool:
         return self._pending.done()
 
     def result(self) -> StepResult:
-        self._pending.result()
+        self.report = self._pending.result()
         raise self._error
 
 
@@ -74,15 +75,18 @@ class Faults:
         if self.reason is not None:
             return
         self.reason, self.cause = reason, cause
+        self._end_all("error", reason)
+        self._p.hooks.engine_stopped(reason)
+
+    def _end_all(self, reason: str, message: str | None = None) -> None:
         life = self._p.lifecycle
         for request in list(life.requests.values()):
             try:
-                life.finish(request, "error", message=reason)
+                life.finish(request, reason, message=message)
             except Exception:
-                # The state is known to be suspect here; the request must end all the same.
-                logger.exception("ending %s after a fault failed", request.request_id)
-                life.force_end(request, reason)
-        self._p.hooks.engine_stopped(reason)
+                # The state may be suspect here; the request must end all the same.
+                logger.exception("ending %s failed", request.request_id)
+                life.force_end(request, reason, message)
 
     def _submit(self, plan: StepPlan) -> PendingStep:
         self._submitted = self._p.executor.submit(plan)
@@ -103,7 +107,7 @@ class Faults:
                 return _Failed(sent, error)
             logger.exception("sending step %d failed", plan.step_id)
             self._p.lifecycle.unsent(plan)
-            self._abandon(plan, error)
+            self._abandon(plan, error, sent=False)
             return None
 
     def result(self, plan: StepPlan, pending: PendingStep) -> StepResult | None:
@@ -112,34 +116,37 @@ class Faults:
             return pending.result()
         except Exception as error:
             logger.exception("step %d failed", plan.step_id)
-            self._abandon(plan, error)
+            self._abandon(plan, error, pending.report if isinstance(pending, _Failed) else None)
             return None
 
-    def _abandon(self, plan: StepPlan, error: Exception) -> None:
+    def _abandon(
+        self, plan: StepPlan, error: Exception, report: StepResult | None = None, *, sent: bool = True
+    ) -> None:
         with self.suspect("commit"):
-            self._p.committer.abandon(plan, describe(error))
+            self._p.committer.abandon(plan, describe(error), report, sent=sent)
         try:
             self._p.executor.check_health()
         except Exception as lost:  # noqa: BLE001 - whatever an executor raises here, its workers are gone
             self.fail(describe(lost))
 
-    def stop(self, flying: deque[tuple[StepPlan, PendingStep, float]]) -> None:
-        """Abort what is left, let steps in flight end, shut every part down."""
+    def stop(self, flying: deque[tuple[StepPlan, PendingStep, float]], report: Callable[[], object]) -> None:
+        """Abort what is left, let steps in flight end, ``report`` the ends, shut every part down."""
         if self._stopped:
             return
         self._stopped = True
-        life = self._p.lifecycle
-        for request in list(life.requests.values()):
-            life.finish(request, "abort")
-        while flying:
-            plan, pending, _ = flying.popleft()
-            result = self.result(plan, pending)
-            if result is not None and self.reason is None:
-                with self.suspect("commit"):
-                    self._p.committer.commit(plan, result)
-        if self.reason is None:
-            self._p.hooks.engine_stopped("shutdown")
-        self._p.shutdown()
+        try:
+            self._end_all("abort")
+            while flying:
+                plan, pending, _ = flying.popleft()
+                result = self.result(plan, pending)
+                if result is not None and self.reason is None:
+                    with self.suspect("commit"):
+                        self._p.committer.commit(plan, result)
+            report()
+            if self.reason is None:
+                self._p.hooks.engine_stopped("shutdown")
+        finally:
+            self._p.shutdown()
 
 
 def describe(error: Exception) -> str:

@@ -41,6 +41,7 @@ class Lifecycle:
         self._block_sizes = [g.block_size for g in layout.groups]
         self.requests: dict[str, Request] = {}
         self.ended: list[Finished] = []
+        #: names of the adapters of running requests, by the index in ``table.adapter``
         self.adapters: list[str] = []
         self._last_submitted = -1
         self._leases: deque[tuple[int, int]] = deque()  # (step, lease): free once that step is committed
@@ -50,51 +51,95 @@ class Lifecycle:
         self._stores: list[Transfer] = []
         self._preempted: list[tuple[int, int]] = []
         self._finished: list[tuple[int, int]] = []
-        self._children: dict[str, list[Request]] = {}
+        self._parents: dict[Request, Request] = {}
+        self._children: dict[Request, dict[Request, None]] = {}  # those that wait for their parent's prompt
+        self._expecting: set[int] = set()  # slots of parents with such children
+        self._releases: deque[tuple[Request, str, str]] = deque()
 
     # ------------------------------------------------------------------ coming
 
     def accept(self, request: Request) -> None:
         """Queue a valid request."""
+        parent = self.requests.get(request.parent) if request.parent is not None else None
         self.scheduler.add(request)
         self.requests[request.request_id] = request
-        parent = self.requests.get(request.parent) if request.parent else None
-        if parent is not None and parent is not request and self.cache.can_fork:
-            hold = Hold("parent", "core", f"the prompt is being computed by {parent.request_id}", time.monotonic())
-            request.holds[hold.plugin, hold.kind] = hold
-            self._children.setdefault(parent.request_id, []).append(request)
+        if parent is not None and self.cache.can_fork:
+            self._parents[request] = parent
+            self._children.setdefault(parent, {})[request] = None
+            if parent.slot >= 0:
+                self._expecting.add(parent.slot)
+            detail = f"the prompt is being computed by {parent.request_id}"
+            self.hold(request, Hold("parent", "core", detail, time.monotonic()))
+
+    def parent(self, request: Request) -> Request | None:
+        """The request whose blocks ``request`` may share, if the cache can do that; it may have ended."""
+        return self._parents.get(request)
 
     def assign(self, request: Request) -> int:
         """Give a request a slot."""
         slot = self.table.assign(request, self._stop_ids(request), self._draft_k)
+        if request in self._children:
+            self._expecting.add(slot)
         if request.adapter is not None:
-            if request.adapter not in self.adapters:
-                self.adapters.append(request.adapter)
-            self.table.adapter[slot] = self.adapters.index(request.adapter)
+            self.table.adapter[slot] = self._adapter_index(request.adapter)
         return slot
+
+    def unassign(self, slot: int) -> None:
+        """Take back the slot of a request whose admission failed, and the blocks that it got so far."""
+        self.cache.settle(self.cache.retire(slot))
+        self.table.unassign(slot)
+        self._expecting.discard(slot)
+
+    def _adapter_index(self, name: str) -> int:
+        if name in self.adapters:
+            return self.adapters.index(name)
+        used = set(self.table.adapter[self.table.order].tolist())
+        for index in range(len(self.adapters)):
+            if index not in used:
+                self.adapters[index] = name
+                return index
+        self.adapters.append(name)
+        return len(self.adapters) - 1
 
     def hold(self, request: Request, hold: Hold) -> None:
         """Keep a request from being scheduled."""
+        self.apply_releases()  # those that came before this hold must not take it back
         request.holds[hold.plugin, hold.kind] = hold
         if request.slot >= 0:
             self.table.held[request.slot] = True
 
     def release(self, request: Request, plugin: str, kind: str) -> None:
         """Take a hold back."""
-        request.holds.pop((plugin, kind), None)
+        if request.holds.pop((plugin, kind), None) is None or request.finish_reason is not None:
+            return
         if request.slot >= 0:
             self.table.held[request.slot] = bool(request.holds)
+        elif not request.holds:
+            self.scheduler.released(request)
+
+    def release_later(self, request: Request, plugin: str, kind: str) -> None:
+        """Take a hold back before the next plan is made; may be called from any thread."""
+        self._releases.append((request, plugin, kind))
+
+    def apply_releases(self) -> None:
+        """Carry out what :meth:`release_later` was asked for."""
+        while self._releases:
+            self.release(*self._releases.popleft())
 
     def release_children(self) -> None:
-        """Let children run whose parent's prompt is computed, or gone."""
-        for parent_id in list(self._children):
-            parent = self.requests.get(parent_id)
-            ready = parent is None or (
-                parent.slot >= 0 and bool(self.table.num_committed[parent.slot] >= parent.num_prompt)
-            )
-            if ready:
-                for child in self._children.pop(parent_id):
-                    self.release(child, "core", "parent")
+        """Let children run whose parent's prompt has been computed."""
+        if not self._expecting:
+            return
+        table = self.table
+        for slot in [s for s in self._expecting if table.num_committed[s] >= table.num_prompt[s]]:
+            self._expecting.discard(slot)
+            parent = table.requests[slot]
+            assert parent is not None
+            self._release_children(parent)
+
+    def _release_children(self, parent: Request) -> None:
+        for child in self._children.pop(parent, {}):
+            self.release(child, "core", "parent")
 
     @property
     def waits_for_workers(self) -> bool:
@@ -133,18 +178,23 @@ class Lifecycle:
         request.finish_reason, request.stop_reason, request.message = reason, stop_reason, message
         request.finished_time = time.monotonic()
         request.holds.clear()
-        self.requests.pop(request.request_id, None)
-        for siblings in self._children.values():
-            if request in siblings:
-                siblings.remove(request)
+        self._leave(request)
         self.ended.append(Finished(request, reason, stop_reason, message, len(request.output_ids)))
 
-    def force_end(self, request: Request, message: str) -> None:
+    def _leave(self, request: Request) -> None:
+        self.requests.pop(request.request_id, None)
+        parent = self._parents.pop(request, None)
+        if parent is not None:
+            self._children.get(parent, {}).pop(request, None)
+        # Children whose parent is gone compute the prompt themselves.
+        self._release_children(request)
+
+    def force_end(self, request: Request, reason: str, message: str | None) -> None:
         """End a request whose slot or blocks cannot be given back in order, after a fault of the core."""
-        request.finish_reason, request.message = "error", message
+        request.finish_reason, request.message = reason, message
         request.finished_time = time.monotonic()
         self.requests.pop(request.request_id, None)
-        self.ended.append(Finished(request, "error", None, message, len(request.output_ids)))
+        self.ended.append(Finished(request, reason, None, message, len(request.output_ids)))
 
     def preempt(self, slot: int) -> Request:
         """Take slot and blocks from a running request and queue it again under a later epoch."""
@@ -164,6 +214,7 @@ class Lifecycle:
         flying = int(self.table.in_flight[slot]) > 0
         lease = self.cache.retire(slot)
         self.table.release(slot)
+        self._expecting.discard(slot)
         if flying:
             self._leases.append((self._last_submitted, lease))
         else:
@@ -180,11 +231,6 @@ class Lifecycle:
     def has_transfers(self) -> bool:
         """Whether transfers are under way or wait to be sent."""
         return bool(self._transfers)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether transfers wait to be sent to the workers, which justifies a plan without rows."""
-        return bool(self._loads or self._stores)
 
     def submitted(self, plan: StepPlan) -> None:
         """A plan was sent; blocks retired from now on wait for it."""
@@ -285,13 +331,15 @@ class Lifecycle:
                 continue
             request = self.table.requests[transfer.slot]
             assert request is not None
-            end = transfer.start_token + transfer.num_tokens
+            slot = transfer.slot
             if transfer_id in failed:
-                end = self._valid_until(transfer, invalid)
-                self._rewind(transfer.slot, end, rewound)
-            self.table.num_committed[transfer.slot] = max(int(self.table.num_committed[transfer.slot]), end)
-            if not any(t.slot == transfer.slot and t.epoch == transfer.epoch for t, _ in self._transfers.values()):
-                self.release(request, "core", "transfer")
+                self._rewind(slot, self._valid_until(transfer, invalid), rewound)
+            if any(t.slot == slot and t.epoch == transfer.epoch for t, _ in self._transfers.values()):
+                continue
+            # What is computed by a step in flight is committed with that step.
+            if not self.table.in_flight[slot]:
+                self.table.num_committed[slot] = self.table.num_computed[slot]
+            self.release(request, "core", "transfer")
         if any(len(b) for b in invalid):
             for slot, valid in self.cache.invalidate(invalid):
                 self._rewind(slot, valid, rewound)

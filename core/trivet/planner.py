@@ -69,7 +69,6 @@ class Planner:
         self._step = 0
         #: request id → reason, as wrappers of ``trivet_schedule`` asked for in the last step
         self.step_holds: dict[str, str] = {}
-        self._forks: dict[str, list[Request]] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -117,8 +116,7 @@ class Planner:
         flying, drawn = t.in_flight[order], t.num_placeholders[order]
         ok = ~(t.held[order] | self._planned[order] | self._held_now[order])
         if self._feedback:
-            # How many drafts a verification accepts, and what is proposed next, is open until it is committed.
-            ok &= (flying < self._depth) & ((drawn == 0) | (t.draft_k[order] == 0))
+            ok &= (flying < self._depth) & ((drawn == 0) | ~t.serial[order])
             ok &= (drawn == 0) | (t.num_known[order] + drawn < t.max_total[order])
         else:
             ok &= flying == 0
@@ -138,6 +136,7 @@ class Planner:
     def begin(self, inputs: ScheduleInputs) -> None:
         """Start the plan of a step."""
         self._clear()
+        inputs.token_budget, inputs.max_num_seqs = max(int(inputs.token_budget), 0), int(inputs.max_num_seqs)
         self._inputs = inputs
         self._step = inputs.step_id
         self.step_holds = dict(inputs.holds)
@@ -167,10 +166,7 @@ class Planner:
         if self._lookahead:
             totals = np.minimum(totals + self._lookahead, t.max_model_len).astype(np.int32)
         got = self.cache.extend(slots, totals)
-        for g in range(self._groups):
-            self._block_slots[g] += got.slots[g]
-            self._blocks[g] += got.blocks[g]
-        self._note(got)
+        self._note(got, appended=True)
         if got.rows:
             self._take(slots[: got.rows], counts[: got.rows])
         return got.rows
@@ -192,8 +188,7 @@ class Planner:
             return Admission(False, reason="compute")
         slot = self._life.assign(request)
         if not self._allocate(request, slot, reserve):
-            self.cache.settle(self.cache.retire(slot))
-            t.release(slot)
+            self._life.unassign(slot)
             return Admission(False, reason="memory")
         self._new[slot] = request
         if request.first_scheduled_time is None:
@@ -211,6 +206,7 @@ class Planner:
         if self._planned[slot]:
             raise ValueError(f"slot {slot} is in this plan already, its blocks are spoken for")
         self._new.pop(slot, None)
+        self._parents.pop(slot, None)
         request = self._life.preempt(slot)
         self.num_preempted += 1
         return request
@@ -238,8 +234,9 @@ class Planner:
         t.num_sent[rows.slots] = t.num_known[rows.slots]
         self._add_drafts(plan)
         plan.draft_k = np.where(plan.samples, self._wanted_drafts(rows.slots), 0).astype(np.int32)
-        plan.adapters = life.adapters
         plan.adapter = t.adapter[rows.slots]
+        # A copy: the indices of adapters that no slot uses are given to others.
+        plan.adapters = life.adapters.copy() if life.adapters and bool((plan.adapter >= 0).any()) else []
         plan.new_blocks, plan.copies, plan.zeroing = self._block_deltas()
         self._clear()
         return plan
@@ -253,29 +250,31 @@ class Planner:
         known = int(t.num_known[slot])
         fork = self._fork_source(request)
         loads: list[Transfer] = []
-        external = None
+        forked = None
         if fork >= 0:
             shared = int(t.num_prompt[slot]) - 1
-            got = self.cache.fork(fork, slot, shared)
-            if got is None:
+            forked = self.cache.fork(fork, slot, shared)
+            if forked is None:
                 self.cache.admit(slot, request)  # an empty table, so that there is one to give back
                 return False
-            self._note(got)
-            self._parents[slot] = fork
         else:
             hit = self.cache.admit(slot, request)
             shared, loads = hit.num_tokens, hit.loads
-            if self._connector is not None:
-                external = self._connector.match(request, shared)
         t.num_computed[slot] = t.num_committed[slot] = shared
         total = max(min(known + max(reserve, self._lookahead), int(t.max_total[slot])), known)
         got = self.cache.extend(np.array([slot], np.int32), np.array([total], np.int32))
         if got.rows < 1:
             return False
+        # Only now is it certain that the request gets in, and whatever its blocks need may enter the plan.
+        if forked is not None:
+            self._note(forked)
+            self._parents[slot] = fork
         self._note(got)
-        if external is not None:
-            count = min(external.num_tokens, known - 1 - shared)
-            if count > 0:
+        # The logits of a prompt position that is loaded are never computed.
+        if self._connector is not None and fork < 0 and not t.prompt_logprobs[slot]:
+            external = self._connector.match(request, shared)
+            count = min(external.num_tokens, known - 1 - shared) if external is not None else 0
+            if external is not None and count > 0:
                 loads.append(self._life.external_load(slot, request, shared, count, external))
                 t.num_computed[slot] += count
         for load in loads:
@@ -287,19 +286,27 @@ class Planner:
             request.holds[hold.plugin, hold.kind] = hold
         return True
 
-    def _note(self, got: Allocation) -> None:
+    def _note(self, got: Allocation, *, appended: bool = False) -> None:
         """Copies and zeroing travel with the plan; appended blocks do only for slots that the workers know already."""
         for g in range(self._groups):
+            if appended and got.slots[g]:
+                slots, blocks = got.slots[g], got.blocks[g]
+                if self._new:
+                    known = [i for i, slot in enumerate(slots) if slot not in self._new]
+                    slots, blocks = [slots[i] for i in known], [blocks[i] for i in known]
+                self._block_slots[g] += slots
+                self._blocks[g] += blocks
             if got.copies:
                 self._copies[g] += got.copies[g]
             if got.zeroing:
                 self._zeroing[g] += got.zeroing[g]
 
     def _fork_source(self, request: Request) -> int:
-        if request.parent is None or request.output_ids or not self.cache.can_fork:
+        parent = self._life.parent(request)
+        if parent is None or parent.slot < 0 or parent.slot in self._new or request.output_ids:
             return -1
-        parent = self._life.requests.get(request.parent)
-        if parent is None or parent.slot < 0 or parent.slot in self._new:
+        # A shared prompt's logits are the parent's.
+        if getattr(request.params, "prompt_logprobs", None) is not None:
             return -1
         ready = self.table.num_committed[parent.slot] >= request.num_prompt
         return parent.slot if ready else -1

@@ -109,6 +109,8 @@ class RequestTable:
         self.min_total: Int32 = np.zeros(n, np.int32)  #: stop tokens count from this many known tokens on
         self.in_flight: Int32 = np.zeros(n, np.int32)
         self.draft_k: Int32 = np.zeros(n, np.int32)
+        #: how many tokens a step adds is open until it is committed (drafts are verified, a grammar forces tokens)
+        self.serial: Bool = np.zeros(n, np.bool_)
         self.adapter: Int32 = np.full(n, -1, np.int32)
         self.held: Bool = np.zeros(n, np.bool_)
         self.pooled: Bool = np.zeros(n, np.bool_)
@@ -156,6 +158,7 @@ class RequestTable:
         self.max_total[slot] = request.max_total
         self.min_total[slot] = prompt + (getattr(params, "min_tokens", 0) or 0)
         self.draft_k[slot] = draft_k
+        self.serial[slot] = draft_k > 0 or getattr(params, "structured_outputs", None) is not None
         self.adapter[slot] = -1
         self.held[slot] = bool(request.holds)
         self.pooled[slot] = request.task != Task.GENERATE
@@ -175,10 +178,16 @@ class RequestTable:
 
     def release(self, slot: int) -> Request:
         """Take the request out of its slot, its outputs with it."""
+        outputs = self.tokens[slot, self.num_prompt[slot] : self.num_known[slot]].tolist()
+        request = self.unassign(slot)
+        request.output_ids = outputs
+        return request
+
+    def unassign(self, slot: int) -> Request:
+        """Take a request out of its slot to which nothing has happened there."""
         request = self.requests[slot]
         if request is None:
             raise KeyError(f"slot {slot} is empty")
-        request.output_ids = self.tokens[slot, self.num_prompt[slot] : self.num_known[slot]].tolist()
         request.slot = -1
         self.requests[slot] = None
         self.epoch[slot] = -1
@@ -188,6 +197,12 @@ class RequestTable:
         self._free.append(slot)
         self._order = None
         return request
+
+    def num_output(self, request: Request) -> int:
+        """Committed outputs of a request, in a slot or not."""
+        if request.slot >= 0:
+            return int(self.num_known[request.slot] - self.num_prompt[request.slot])
+        return len(request.output_ids)
 
     def known_tokens(self, request: Request) -> Int32:
         """``[num_known]`` tokens of a request, in a slot or not."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import ranks
 import transfers
-from conftest import engine, expect, greedy, prompts, run
+from rehearsal_kit import engine, expect, greedy, prompts, run
 
 from trivet.testing.fake_model import reference_logits, reference_states, reference_tokens
 from trivet_schemas.sampling import PoolingParams, SamplingParams

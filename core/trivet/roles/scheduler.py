@@ -75,6 +75,10 @@ class Scheduler(Role):
     def remove(self, request: Request) -> None:
         """Drop a waiting request (aborted); no effect when it is not queued."""
 
+    def released(self, request: Request) -> None:
+        """The last hold of a waiting request was taken back: a scheduler that sets held requests aside looks at it
+        again."""
+
     @abstractmethod
     def schedule(self, inputs: ScheduleInputs) -> StepPlan:
         """Make the plan of one step: ``planner.begin(inputs)``, then extend, admit, preempt, then

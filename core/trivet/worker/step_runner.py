@@ -140,7 +140,12 @@ class StepRunner(Runner):
         assert self._transfers is not None, "execute before load and allocate"
         assert self._grammars is not None
         with _timed(timings, "apply"):
-            invalid = self._apply(plan)
+            try:
+                invalid = self._apply(plan)
+            except Exception:
+                # The engine keeps the blocks of a transfer until it hears of its end.
+                self._transfers.give_up(plan)
+                raise
             self._grammars.poll()
         if not plan.num_rows:
             self._wait_for_news()
@@ -191,10 +196,7 @@ class StepRunner(Runner):
         assert self._grammars is not None
         changes = self._batch.apply(plan)
         listeners: list[Any] = [self._sampler, *self._drafters, self._grammars]
-        for request in changes.removed:
-            self._failed.pop(request.slot, None)
-            for listener in self._told.pop(request.slot):
-                listener.remove(request.slot)
+        self._tell_removed([request.slot for request in changes.removed])
         for request in changes.added:
             told: list[Any] = []
             self._told[request.slot] = told
@@ -213,6 +215,19 @@ class StepRunner(Runner):
                 self._attention.copy_blocks(group, self._tensor(pairs))
         return self._transfers.start_loads(plan)
 
+    def _tell_removed(self, slots: list[int]) -> None:
+        """Every listener is told, whatever the one before it raises; the first exception is raised in the end."""
+        raised: list[Exception] = []
+        for slot in slots:
+            self._failed.pop(slot, None)
+            for listener in self._told.pop(slot, ()):  # nobody, if the step that brought the request broke off
+                try:
+                    listener.remove(slot)
+                except Exception as exc:  # noqa: BLE001 - raised below
+                    raised.append(exc)
+        if raised:
+            raise raised[0]
+
     def _void_rows(self, plan: StepPlan, invalid: list[Int32]) -> Bool | None:
         """``[R]`` rows whose outcome must not count; None when an undone step leaves this one without its input."""
         batch, slots = self._batch, plan.slots
@@ -221,7 +236,10 @@ class StepRunner(Runner):
             void |= np.isin(slots, list(self._failed))
         for group, blocks in enumerate(invalid):
             if len(blocks):
-                void |= np.isin(batch.tables[group][slots], blocks).any(axis=1)
+                table = batch.tables[group][slots]
+                # What lies beyond a table's end is left over from earlier requests.
+                own = np.arange(table.shape[1]) < batch.table_lengths[group][slots][:, None]
+                void |= (np.isin(table, blocks) & own).any(axis=1)
         missing = (batch.lengths[slots] < plan.num_computed + plan.num_scheduled - plan.num_drafts) & ~void
         if not missing.any():
             return void

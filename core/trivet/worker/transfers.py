@@ -28,6 +28,8 @@ class TransferEndpoints:
         self._groups = num_groups
         self._open: dict[int, Transfer] = {}
         self._loads: set[int] = set()
+        #: the last load, and the last store, that was started; they come in the order of their ids
+        self._newest = {False: -1, True: -1}
         self._finished: list[int] = []
         self._failed: list[int] = []
         self._invalid: list[list[int]] = [[] for _ in range(num_groups)]
@@ -62,6 +64,14 @@ class TransferEndpoints:
             )
         return invalid
 
+    def give_up(self, plan: StepPlan) -> None:
+        """Report those of the plan's transfers as failed that were not started, because the step broke off before."""
+        for store, transfers in ((True, plan.stores), (False, plan.loads)):
+            for transfer in transfers:
+                if transfer.transfer_id > self._newest[store]:
+                    self._begin(transfer, store=store)
+                    self._end(transfer.transfer_id, failed=True)
+
     def poll(self) -> list[Int32]:
         """Collect what has ended; returns, per KV group, the blocks that became invalid since the last report."""
         if self._open:
@@ -84,9 +94,7 @@ class TransferEndpoints:
         return bool(self._finished or self._failed)
 
     def _submit(self, transfer: Transfer, *, store: bool) -> None:
-        self._open[transfer.transfer_id] = transfer
-        if not store:
-            self._loads.add(transfer.transfer_id)
+        self._begin(transfer, store=store)
         worker = self._workers.get(transfer.endpoint)
         if worker is None:
             known = ", ".join(sorted(self._workers)) or "none"
@@ -98,6 +106,12 @@ class TransferEndpoints:
         except Exception:  # an endpoint's fault costs a recomputation, not the step
             _logger.exception("endpoint %r could not start transfer %d", transfer.endpoint, transfer.transfer_id)
             self._end(transfer.transfer_id, failed=True)
+
+    def _begin(self, transfer: Transfer, *, store: bool) -> None:
+        self._open[transfer.transfer_id] = transfer
+        self._newest[store] = transfer.transfer_id
+        if not store:
+            self._loads.add(transfer.transfer_id)
 
     def _take(self, report: TransferReport) -> None:
         for group, blocks in enumerate(report.invalid_blocks):

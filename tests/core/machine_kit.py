@@ -1,0 +1,334 @@
+"""Plugins for the engine's state machine: everything that may delay, cut, fail or reorder, under the test's control."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from grammars import Alternating
+from pydantic import Field
+
+from trivet.errors import RequestFault
+from trivet.hookspecs import hookimpl
+from trivet.plan import StepPlan, Transfer
+from trivet.provider import Provider
+from trivet.result import StepResult
+from trivet.roles import (
+    Connector,
+    Executor,
+    ExternalHit,
+    Grammar,
+    KVLayout,
+    Matcher,
+    Runner,
+    TransferReport,
+    TransferWorker,
+    WorkerInfo,
+)
+from trivet.testing.fake_model import _embed, _salt
+from trivet.wire import decode_plan, decode_result, encode
+from trivet_schemas.options import Options
+
+
+class HeldOptions(Options):
+    """When steps run."""
+
+    depth: int = Field(1, ge=1)
+    """Steps in flight."""
+    feedback: bool = True
+    """Whether the worker feeds its own tokens into its next step."""
+    mode: str = "lazy"
+    """A step runs ``eager`` when it is submitted, ``lazy`` when its result is taken, ``thread`` on another thread."""
+    wire: bool = False
+    """Whether plans and results travel as bytes."""
+
+
+class HeldExecutor(Executor):
+    """A worker in this process whose results are taken late; ``refuse`` is how many submissions fail."""
+
+    def __init__(self, context: Any, options: HeldOptions) -> None:
+        self._context, self._options = context, options
+        self.max_in_flight = options.depth
+        self.token_feedback = options.feedback and options.depth > 1
+        self._waiting: deque[_Step] = deque()
+        self._pool = ThreadPoolExecutor(1) if options.mode == "thread" else None
+        self.refuse = 0
+
+    def start(self) -> WorkerInfo:
+        self._worker = self._context.worker_context(rank=0, world_size=1)
+        self.runner: Runner = self._worker.get("runner")
+        return self.runner.load()
+
+    def configure_cache(self, layout: KVLayout) -> None:
+        self.runner.allocate(layout)
+
+    def submit(self, plan: StepPlan) -> _Step:
+        if self.refuse:
+            self.refuse -= 1
+            raise ConnectionError("the worker takes no plan")
+        step = _Step(self, encode(plan) if self._options.wire else plan)
+        if self._pool is not None:
+            step.future = self._pool.submit(self._run, step.plan)
+        elif self._options.mode == "eager":
+            step.future = Future()
+            try:
+                step.future.set_result(self._run(step.plan))
+            except Exception as error:  # noqa: BLE001 - raised where the result is taken
+                step.future.set_exception(error)
+        self._waiting.append(step)
+        return step
+
+    def _run(self, plan: Any) -> Any:
+        if isinstance(plan, bytes):
+            return encode(self.runner.execute(decode_plan(plan)))
+        return self.runner.execute(plan)
+
+    def take(self, step: _Step) -> StepResult:
+        assert self._waiting.popleft() is step, "results are taken in the order of submission"
+        result = self._run(step.plan) if step.future is None else step.future.result()
+        return decode_result(result) if isinstance(result, bytes) else result
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self.runner, method)(*args)]
+
+    def check_integrity(self) -> None:
+        if not self._waiting:
+            self.runner.check_integrity()
+
+    def shutdown(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        worker = getattr(self, "_worker", None)
+        if worker is not None:
+            worker.shutdown_all()
+
+
+class _Step:
+    def __init__(self, executor: HeldExecutor, plan: Any) -> None:
+        self._executor, self.plan = executor, plan
+        self.future: Future[Any] | None = None
+
+    def done(self) -> bool:
+        return self.future is not None and self.future.done()
+
+    def result(self) -> StepResult:
+        return self._executor.take(self)
+
+
+# ---------------------------------------------------------------------- grammars
+
+
+class Forcing(Alternating):
+    """Alternating, but a token below 16 must be followed by the two that come 17 and 18 after it."""
+
+    def allowed(self, token_id: int) -> bool:
+        forced = self.forced()
+        return token_id == forced[0] if forced else super().allowed(token_id)
+
+    def forced(self) -> Sequence[int]:
+        *_, before, last = [99, 99, *self._accepted]
+        if last < 16:
+            return [last + 17, last + 18]
+        return [last + 1] if before < 16 else ()
+
+
+def matcher_of(regex: str) -> Alternating:
+    kind, _, limit = regex.partition(":")
+    kinds = {"alternating": Alternating, "forcing": Forcing}
+    if kind not in kinds:
+        raise ValueError(f"regex: cannot compile {regex!r}")
+    return kinds[kind](int(limit))
+
+
+class DelayedGrammar(Grammar):
+    """Serves ``alternating:N`` and ``forcing:N``; compiling takes up to two milliseconds."""
+
+    def __init__(self, context: Any, options: Any) -> None:
+        self._rng = random.Random(3)
+
+    def validate(self, params: Any) -> bool:
+        return params.structured_outputs.regex is not None
+
+    def compile(self, params: Any, output_ids: Sequence[int]) -> Matcher:
+        time.sleep(self._rng.choice([0, 0, 0.0005, 0.002]))
+        matcher = matcher_of(params.structured_outputs.regex)
+        for token in output_ids:
+            assert matcher.accept(token), "the outputs so far must obey the grammar"
+        return matcher
+
+
+# ---------------------------------------------------------------------- transfers
+
+
+class DepotOptions(Options):
+    """What the depot does."""
+
+    load: int = Field(0, ge=0)
+    """Every how manieth admission finds its tokens here; 0: none."""
+    store: int = Field(0, ge=0)
+    """Every how manieth finished request is stored; 0: none."""
+    seed: int = 0
+    """Of everything random: durations, failures, whether a load blocks."""
+
+
+class Depot(Connector):
+    """Offers part of the known tokens, as if another instance had computed them."""
+
+    endpoint = "depot"
+
+    def __init__(self, context: Any, options: DepotOptions) -> None:
+        self._options = options
+        self._rng = random.Random(options.seed)
+        self._context = context
+
+    def match(self, request: Any, start: int) -> ExternalHit | None:
+        if not self._options.load or self._rng.randrange(self._options.load):
+            return None
+        known = self._context.table.known_tokens(request)
+        salt = np.array([_salt(request.adapter)], np.int64).tobytes()
+        count = self._rng.randint(0, len(known) - start)
+        return ExternalHit(count, blocking=self._rng.random() < 0.3, payload=salt + known.tobytes())
+
+    def finished(self, request: Any, tables: Any) -> ExternalHit | None:
+        if not self._options.store or self._rng.randrange(self._options.store):
+            return None
+        return ExternalHit(self._rng.randint(0, request.num_prompt))
+
+
+class DepotWorker(TransferWorker):
+    """Writes the first layer's words; fails at random, with or without naming the blocks that are damaged."""
+
+    endpoint = "depot"
+
+    def __init__(self, context: Any, options: DepotOptions) -> None:
+        self._rng = random.Random(options.seed + 1)
+        self._under_way: list[list[Any]] = []
+
+    def bind(self, attention: Any) -> None:
+        self._attention = attention
+
+    def submit(self, transfer: Transfer, *, store: bool) -> None:
+        if self._rng.random() < 0.1:
+            raise OSError("no route to the depot")
+        self._under_way.append([0 if transfer.blocking else self._rng.randrange(4), transfer, store])
+
+    def poll(self) -> TransferReport:
+        report = TransferReport(invalid_blocks=[[]])
+        named = self._rng.random() < 0.7
+        for entry in self._under_way:
+            entry[0] -= 1
+        for _, transfer, store in [e for e in self._under_way if e[0] < 0]:
+            bad = [] if store else self._load(transfer)
+            (report.failed if bad else report.finished).append(transfer.transfer_id)
+            if named:
+                report.invalid_blocks[0] += bad
+        self._under_way = [e for e in self._under_way if e[0] >= 0]
+        return report
+
+    def _load(self, transfer: Transfer) -> list[int]:
+        keys, _ = self._attention.kv(0)
+        salt = np.frombuffer(transfer.payload[:8], np.int64).astype(np.uint64)
+        size, known = keys.shape[1], np.frombuffer(transfer.payload[8:], np.int32)
+        good = len(transfer.blocks[0]) if self._rng.random() < 0.6 else self._rng.randrange(len(transfer.blocks[0]))
+        for p in range(transfer.start_token, transfer.start_token + transfer.num_tokens):
+            block = p // size - transfer.start_token // size
+            if block < good:
+                keys[transfer.blocks[0][block], p % size] = _embed(known[p : p + 1], [p], salt)
+        return [int(b) for b in transfer.blocks[0][good:]]
+
+
+# ---------------------------------------------------------------------- faults
+
+
+class Chaos:
+    """Wrappers and observers that do what the test asked for: raise in a phase, lower limits, hold requests."""
+
+    def __init__(self) -> None:
+        self.armed: dict[str, Exception] = {}
+        self.token_budget: int | None = None
+        self.max_num_seqs: int | None = None
+        self.holds: dict[str, str] = {}
+        self.plans: list[StepPlan] = []
+        self.started: list[str] = []
+        self.ended: list[str] = []
+
+    def _strike(self, phase: str) -> None:
+        error = self.armed.pop(phase, None)
+        if error is not None:
+            raise error
+
+    @hookimpl(wrapper=True)
+    def trivet_schedule(self, inputs: Any) -> Iterator[None]:
+        if self.token_budget is not None:
+            inputs.token_budget = self.token_budget
+        if self.max_num_seqs is not None:
+            inputs.max_num_seqs = self.max_num_seqs
+        inputs.holds.update(self.holds)
+        plan = yield
+        assert not {n.request_id for n in plan.new} & set(self.holds)
+        return plan
+
+    @hookimpl(wrapper=True)
+    def trivet_run(self, plan: Any) -> Iterator[None]:
+        self._strike("before run")
+        pending = yield
+        self._strike("after run")
+        return pending
+
+    @hookimpl(wrapper=True)
+    def trivet_forward(self, batch: Any) -> Iterator[None]:
+        self._strike("before forward")
+        output = yield
+        self._strike("after forward")
+        return output
+
+    @hookimpl(wrapper=True)
+    def trivet_sample(self, logits: Any, rows: Any) -> Iterator[None]:
+        self._strike("before sample")
+        sampled = yield
+        self._strike("after sample")
+        return sampled
+
+    @hookimpl(wrapper=True)
+    def trivet_draft(self, inputs: Any) -> Iterator[None]:
+        self._strike("before draft")
+        drafts = yield
+        self._strike("after draft")
+        return drafts
+
+    @hookimpl
+    def trivet_requests_added(self, event: Any) -> None:
+        self.started += [r.request_id for r in event.requests]
+
+    @hookimpl
+    def trivet_requests_finished(self, event: Any) -> None:
+        self.ended += [f.request.request_id for f in event.finished]
+
+
+PHASES = [f"{when} {phase}" for phase in ("run", "forward", "sample", "draft") for when in ("before", "after")]
+
+
+class Touchy:
+    """An observer that raises the first time."""
+
+    @hookimpl
+    def trivet_step_finished(self, event: Any) -> None:
+        raise RuntimeError("observer broke")
+
+
+def fault_of(ids: Sequence[str]) -> RequestFault:
+    return RequestFault({i: f"{i} is not wanted" for i in ids})
+
+
+@hookimpl
+def trivet_providers() -> list[Provider]:
+    return [
+        Provider("executor", "held", "machine_kit:HeldExecutor", options=HeldOptions),
+        Provider("grammar", "delayed", "machine_kit:DelayedGrammar"),
+        Provider("connector", "depot", "machine_kit:Depot", DepotOptions, worker_factory="machine_kit:DepotWorker"),
+    ]

@@ -1,0 +1,329 @@
+"""Random lives of an engine: whatever happens in whatever order, every request gets the tokens it gets alone, ends
+once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import caches
+import drafting
+import machine_kit as kit
+import numpy as np
+import pytest
+from engine_kit import FAKE
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from machine_oracle import VOCAB, Wanted
+
+from trivet.context import Hold
+from trivet.engine import Engine
+from trivet.testing import fakes
+from trivet.testing.fake_model import reference_tokens
+from trivet_schemas.sampling import PoolingParams, SamplingParams
+
+MAX_LEN = 40
+CACHES: list[dict[str, Any]] = [
+    {"use": "paged", "block_size": 1, "num_blocks": 1 + MAX_LEN},
+    {"use": "paged", "block_size": 3, "num_blocks": 1 + 16},
+    {"use": "paged", "block_size": 4, "num_blocks": 1 + 24},
+    {"use": "paged", "block_size": 64, "num_blocks": 1 + 3},
+    {"use": "paged", "block_size": 4},
+    {"use": "contiguous", "block_size": 4, "num_blocks": 1 + 25},
+    {"use": "forking", "block_size": 4, "num_blocks": 1 + 20},
+    {"use": "forking", "block_size": 1},
+    {"use": "forking", "block_size": 5},
+    {"use": "tagged", "block_size": 4, "num_blocks": 1 + 2000},
+    {"use": "two_groups", "block_size": 4, "num_blocks": 1 + 24},
+]
+SCHEDULERS: list[dict[str, Any]] = [
+    {"use": "continuous", "max_num_batched_tokens": 7, "max_num_seqs": 4},
+    {"use": "continuous", "max_num_batched_tokens": 1, "max_num_seqs": 3},
+    {"use": "continuous", "max_num_batched_tokens": 64, "max_num_seqs": 1},
+    {"use": "continuous", "max_num_batched_tokens": 64, "max_num_seqs": 8},
+    {"use": "static", "max_num_batched_tokens": 7, "max_num_seqs": 4},
+    {"use": "static", "max_num_batched_tokens": 1000, "max_num_seqs": 8},
+]
+PROMPTS = [np.random.default_rng(i).integers(0, VOCAB, 1 + 5 * i % 29).tolist() for i in range(12)]
+
+
+def pick(data: Any, some: list[Wanted]) -> Wanted:
+    return some[data.draw(st.integers(0, len(some) - 1))]
+
+
+class Life(RuleBasedStateMachine):
+    """Rules are what users and plugins may do; after each step the engine's state must be consistent."""
+
+    @initialize(
+        cache=st.sampled_from(CACHES),
+        scheduler=st.sampled_from(SCHEDULERS),
+        executor=st.fixed_dictionaries(
+            {
+                "depth": st.sampled_from([1, 2, 3]),
+                "feedback": st.sampled_from([True, True, False]),
+                "mode": st.sampled_from(["lazy", "eager", "thread"]),
+                "wire": st.booleans(),
+            }
+        ),
+        drafts=st.booleans(),
+        transfers=st.one_of(
+            st.none(),
+            st.fixed_dictionaries(
+                {"load": st.sampled_from([0, 1, 3]), "store": st.sampled_from([0, 1, 2]), "seed": st.integers(0, 99)}
+            ),
+        ),
+        eos=st.sampled_from([(), (7,), (5, 33)]),
+    )
+    def start(self, cache: Any, scheduler: Any, executor: Any, drafts: Any, transfers: Any, eos: Any) -> None:
+        windows = [None, 5, None] if cache["use"] == "two_groups" else [None]
+        self.windows, self.eos = windows, frozenset(eos)
+        plugins = FAKE | {
+            "model": {"use": "fake", "windows": windows, "eos_token_ids": list(eos)},
+            "executor": {"use": "held"} | executor,
+            "cache": cache,
+            "scheduler": scheduler,
+            "grammar": [{"use": "delayed"}],
+        }
+        if drafts:
+            plugins["drafter"] = [{"use": "random_tree"}]
+        if transfers is not None and windows == [None]:
+            plugins["connector"] = {"use": "depot"} | transfers
+        config = {"model": "fake", "max_model_len": MAX_LEN, "plugins": plugins}
+        self.chaos = kit.Chaos()
+        self.engine = Engine(config, [fakes, kit, caches, drafting, self.chaos, kit.Touchy()])
+        self.executor = self.engine.context.get("executor")
+        self.all: list[Wanted] = []
+        self.held: dict[str, Wanted] = {}
+        self.count = 0
+
+    # ------------------------------------------------------------------ requests come
+
+    def add(self, prompt: list[int], params: Any, **details: Any) -> Wanted:
+        self.count += 1
+        name = f"r{self.count}"
+        wanted = Wanted(name, prompt, params, self.windows, self.eos, details.get("adapter"))
+        wanted.request = self.engine.add_request(name, prompt, params, **details)
+        self.all.append(wanted)
+        return wanted
+
+    @rule(
+        prompt=st.integers(0, len(PROMPTS) - 1),
+        tokens=st.integers(1, 10),
+        fields=st.fixed_dictionaries(
+            {},
+            optional={
+                "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=6),
+                "ignore_eos": st.booleans(),
+                "temperature": st.sampled_from([0.5, 1.5]),
+                "seed": st.integers(-(2**63), 2**63 - 1),
+                "logprobs": st.integers(0, 2),
+                "prompt_logprobs": st.integers(0, 2),
+            },
+        ),
+        adapter=st.sampled_from([None, None, None, "a", "b"]),
+        salt=st.sampled_from([None, None, "salt"]),
+    )
+    def add_plain(self, prompt: int, tokens: int, fields: Any, adapter: str | None, salt: str | None) -> None:
+        params = SamplingParams(**({"temperature": 0} | fields | {"max_tokens": tokens, "cache_salt": salt}))
+        self.add(PROMPTS[prompt], params, adapter=adapter)
+
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), spare=st.integers(0, 2))
+    def add_long(self, prompt: int, spare: int) -> None:
+        tokens = (PROMPTS[prompt] * MAX_LEN)[: MAX_LEN - 1 - spare]
+        self.add(tokens, SamplingParams(temperature=0, max_tokens=None))
+
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1))
+    def add_pooling(self, prompt: int) -> None:
+        self.add(PROMPTS[prompt], PoolingParams(task="embed"))
+
+    @rule(
+        prompt=st.integers(0, len(PROMPTS) - 1),
+        kind=st.sampled_from(["alternating", "forcing", "nonsense"]),
+        limit=st.integers(1, 12),
+        tokens=st.integers(1, 12),
+        temperature=st.sampled_from([0, 1]),
+    )
+    def add_structured(self, prompt: int, kind: str, limit: int, tokens: int, temperature: float) -> None:
+        constraint = {"regex": f"{kind}:{limit}"}
+        params = SamplingParams(temperature=temperature, max_tokens=tokens, structured_outputs=constraint)
+        self.add(PROMPTS[prompt], params)
+
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), children=st.integers(1, 3), tokens=st.integers(1, 8))
+    def add_family(self, prompt: int, children: int, tokens: int) -> None:
+        params = [SamplingParams(temperature=1, max_tokens=tokens, seed=i) for i in range(children + 1)]
+        parent = self.add(PROMPTS[prompt], params[0])
+        for own in params[1:]:
+            self.add(PROMPTS[prompt], own, parent=parent.request_id)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.alive())
+    def add_child(self, data: Any) -> None:
+        parent = pick(data, self.alive())
+        if not isinstance(parent.params, PoolingParams):
+            tags = {"cache_salt": parent.params.cache_salt} if parent.params.cache_salt else {}
+            params = SamplingParams(temperature=0, max_tokens=5, **tags)
+            self.add(parent.prompt, params, parent=parent.request_id, adapter=parent.adapter)
+
+    # ------------------------------------------------------------------ requests go
+
+    def alive(self) -> list[Wanted]:
+        return [w for w in self.all if w.unfinished and w.asked is None]
+
+    @rule(data=st.data(), number=st.integers(1, 3))
+    @precondition(lambda self: self.all)
+    def abort(self, data: Any, number: int) -> None:
+        victims = [pick(data, self.all) for _ in range(number)]
+        self.engine.abort([*(v.request_id for v in victims), "stranger"])
+        for victim in victims:
+            if victim.unfinished and victim.asked is None and victim.request.finish_reason == "abort":
+                victim.asked = ("abort", 0)
+
+    @rule(data=st.data())
+    @precondition(lambda self: any(w.streamed for w in self.alive()))
+    def stop(self, data: Any) -> None:
+        victim = pick(data, [w for w in self.alive() if w.streamed])
+        count = data.draw(st.integers(1, len(victim.streamed)))
+        if victim.request.finish_reason is None:
+            self.engine.stop(victim.request_id, count, "a text")
+            victim.asked = ("stop", count)
+            assert len(victim.request.output_ids) == count
+
+    # ------------------------------------------------------------------ plugins interfere
+
+    @rule(data=st.data(), kind=st.sampled_from(["x", "y"]))
+    @precondition(lambda self: self.alive())
+    def hold(self, data: Any, kind: str) -> None:
+        victim = pick(data, self.alive())
+        self.engine.context.hold(victim.request_id, Hold(kind, "test", "a test", 0.0))
+        self.held[victim.request_id] = victim
+
+    @rule()
+    @precondition(lambda self: self.held)
+    def release(self) -> None:
+        for name in self.held:
+            self.engine.context.release(name, "test", "x")
+            self.engine.context.release(name, "test", "y")
+        self.held.clear()
+
+    @rule(budget=st.sampled_from([None, None, 0, 1, 5]), seqs=st.sampled_from([None, None, 0, 1]), data=st.data())
+    def throttle(self, budget: int | None, seqs: int | None, data: Any) -> None:
+        self.chaos.token_budget, self.chaos.max_num_seqs = budget, seqs
+        names = [w.request_id for w in self.alive()]
+        some = data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []
+        self.chaos.holds = dict.fromkeys(some, "not now")
+
+    @rule(phase=st.sampled_from(kit.PHASES), plain=st.booleans(), data=st.data())
+    @precondition(lambda self: self.alive())
+    def arm(self, phase: str, plain: bool, data: Any) -> None:
+        names = [pick(data, self.alive()).request_id for _ in range(2)]
+        error = RuntimeError("chaos") if plain else kit.fault_of(names)
+        self.chaos.armed[phase] = error
+
+    @rule()
+    def refuse(self) -> None:
+        self.executor.refuse = 1
+
+    # ------------------------------------------------------------------ time passes
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.one_step()
+
+    def one_step(self) -> None:
+        engine = self.engine
+        if not engine.has_work:
+            return
+        by_request = {id(w.request): w for w in self.all}
+        events = engine.step()
+        assert engine.fault is None
+        for i, request in enumerate(events.requests):
+            by_request[id(request)].streamed += events.tokens.row(i).tolist()
+        for i, values in events.logprobs:
+            assert len(values.ranks) == len(values.logprobs) <= len(events.tokens.row(i)) or not len(values.ranks)
+        for request, chunk in events.prompt_logprobs:
+            wanted = by_request[id(request)]
+            for i, row in enumerate(chunk.values.logprobs.tolist()):
+                known = wanted.prompt_logprobs.setdefault(chunk.start + i, row)
+                assert known == pytest.approx(row), "a position computed again gives the same"
+        for request, pooled in events.pooled:
+            by_request[id(request)].pooled.append(pooled.data)
+        for end in events.finished:
+            by_request[id(end.request)].ends.append(end.reason)
+        engine.check_integrity()
+        self.executor.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        try:
+            self.finish()
+        finally:
+            self.engine.shutdown()
+
+    def finish(self) -> None:
+        engine, life = self.engine, self.engine.parts.lifecycle
+        self.release()
+        self.chaos.armed.clear()
+        self.chaos.token_budget = self.chaos.max_num_seqs = None
+        self.chaos.holds = {}
+        self.executor.refuse = 0
+        steps = 0
+        while engine.has_work:
+            self.one_step()
+            steps += 1
+            assert steps < 4000, {r: engine.explain(r) for r in life.requests}
+        for wanted in self.all:
+            wanted.check()
+        assert sorted(self.chaos.started) == sorted(self.chaos.ended) == sorted(w.request_id for w in self.all)
+        engine.add_request("canary", [3, 1, 4], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        canary = life.requests["canary"]
+        while engine.has_work:
+            engine.step()
+        assert canary.output_ids == reference_tokens([3, 1, 4], 4, windows=self.windows), canary.message
+        self.check_empty()
+
+    def check_empty(self) -> None:
+        engine, life, runner = self.engine, self.engine.parts.lifecycle, self.executor.runner
+        engine.check_integrity()
+        engine.parts.cache.reset()
+        stats = engine.parts.cache.stats()
+        assert stats.free == stats.total, stats
+        assert engine.table.num_running == 0
+        assert engine.parts.scheduler.num_waiting == 0
+        assert not engine.table.drafts
+        left = {name: value for name, value in vars(life).items() if name in EMPTY and value}
+        assert not left
+        # The canary's own end travels with the plan after it.
+        occupied = [slot for slot, request in enumerate(runner._batch.requests) if request is not None]
+        assert len(occupied) <= 1
+        assert sorted(runner._told) == sorted(runner._sampler._requests) == occupied
+        assert not runner._grammars._slots
+        assert not runner._failed
+        assert not runner._errors
+        assert not runner._transfers.pending
+
+
+EMPTY = ("requests", "ended", "_leases", "_transfers", "_loads", "_stores", "_preempted", "_children")
+
+
+def lives(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        Life,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        ),
+    )
+
+
+def test_short_lives() -> None:
+    lives(60, 30)
+
+
+@pytest.mark.full
+def test_long_lives() -> None:
+    lives(1500, 60)
