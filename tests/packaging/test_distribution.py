@@ -147,7 +147,7 @@ def test_the_constraints_satisfy_every_declared_range(repository: Path, project:
 
 
 def test_the_light_dependencies_are_the_core_dependencies_without_the_heavy_ones(project: dict[str, Any]) -> None:
-    heavy = {"safetensors", "tokenizers", "torch", "transformers"}
+    heavy = {"huggingface-hub", "safetensors", "tokenizers", "torch", "transformers"}
     light = [text for text in project["project"]["dependencies"] if Requirement(text).name not in heavy]
     assert project["dependency-groups"]["light"] == light
 
