@@ -1,13 +1,15 @@
 """Settings and fixtures that every test shares.
 
 Real models: ``demo_model`` comes with the ``demo`` extra and is part of the default run. Tests that ask for
-``qwen_model`` run only with ``--models FOLDER``, where ``FOLDER/qwen05/model.gguf`` is Qwen2.5 0.5B Instruct.
+``qwen_model`` or ``real_model`` run only with ``--models FOLDER``, which holds ``qwen05`` (Qwen2.5 0.5B Instruct) and
+``gemma270`` (Gemma 3 270M), each as ``model.gguf`` and as a Hugging Face folder ``hf``.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect the tests whose models were not given."""
     if config.getoption("--models") is not None:
         return
-    needy = [item for item in items if "qwen_model" in getattr(item, "fixturenames", ())]
+    needy = [item for item in items if {"qwen_model", "real_model"} & set(getattr(item, "fixturenames", ()))]
     if needy:
         config.hook.pytest_deselected(items=needy)
         items[:] = [item for item in items if item not in needy]
@@ -50,6 +52,19 @@ def demo_model() -> Path:
     from trivet.demo import demo_model_path
 
     return demo_model_path()
+
+
+@pytest.fixture(scope="session")
+def real_model(request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """Return a function: ``real_model("qwen05/hf")`` is that path under the folder that ``--models`` gives."""
+
+    def find(name: str) -> Path:
+        path = Path(request.config.getoption("--models")).expanduser() / name
+        if not path.exists():
+            pytest.fail(f"--models: {path} does not exist")
+        return path
+
+    return find
 
 
 @pytest.fixture(scope="session")

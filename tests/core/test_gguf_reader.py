@@ -6,6 +6,7 @@ import resource
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -15,7 +16,6 @@ import pytest
 from trivet.errors import ModelLoadError
 from trivet.gguf import GGMLType, GGUFFile, eos_token_ids
 
-REAL = Path.home() / ".cache" / "trivet-models"
 TOKENS = ["<s>", "ü", "日本", "", "🙂", "a" * 300]
 
 
@@ -247,10 +247,8 @@ def test_a_missing_file_is_named_absolutely(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["gemma270", "qwen05"])
-def test_real_files_are_read_to_their_end(name: str) -> None:
-    path = REAL / name / "model.gguf"
-    if not path.exists():
-        pytest.skip(f"the real model {name} is not in {REAL}")
+def test_real_files_are_read_to_their_end(name: str, real_model: Callable[[str], Path]) -> None:
+    path = real_model(f"{name}/model.gguf")
     file = GGUFFile(path)
     assert len(file.metadata["tokenizer.ggml.tokens"]) == file.tensors["token_embd.weight"].shape[0]
     assert {info.ggml_type for info in file.tensors.values()} >= {GGMLType.F32, GGMLType.Q5_0, GGMLType.Q6_K}

@@ -16,7 +16,6 @@ from trivet.errors import ModelLoadError
 from trivet_torch.weights import load_causal_lm
 from trivet_torch.weights.gguf_config import ARCHITECTURES
 
-REAL = Path.home() / ".cache" / "trivet-models"
 F32 = {"dtype": torch.float32, "attn_implementation": "eager"}
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -466,11 +465,9 @@ def test_gemma3_window_pattern_of_the_file(pattern: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["gemma270", "qwen05"])
-def test_real_file_equals_its_dequantised_safetensors(name: str) -> None:
-    if not (REAL / name / "hf" / "model.safetensors").exists():
-        pytest.skip(f"the real model {name} is not in {REAL}")
-    from_gguf, _ = load_causal_lm(REAL / name / "model.gguf", dtype=torch.bfloat16, attn_implementation="sdpa")
-    from_folder, _ = load_causal_lm(REAL / name / "hf", dtype=torch.bfloat16, attn_implementation="sdpa")
+def test_real_file_equals_its_dequantised_safetensors(name: str, real_model: Callable[[str], Path]) -> None:
+    from_gguf, _ = load_causal_lm(real_model(f"{name}/model.gguf"), dtype=torch.bfloat16, attn_implementation="sdpa")
+    from_folder, _ = load_causal_lm(real_model(f"{name}/hf"), dtype=torch.bfloat16, attn_implementation="sdpa")
     expected = from_folder.state_dict()
     assert from_gguf.state_dict().keys() == expected.keys()
     for parameter, value in from_gguf.state_dict().items():

@@ -141,19 +141,3 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
-
-
-@pytest.fixture(scope="session")
-def real_model(request: pytest.FixtureRequest) -> Callable[[str], Path]:
-    """``real_model("qwen05/hf")`` is that path under the folder of real models; skips when there is none."""
-
-    def find(name: str) -> Path:
-        folder = request.config.getoption("--models")
-        if folder is None:
-            pytest.skip("real models are given with --models FOLDER")
-        path = Path(folder).expanduser() / name
-        if not path.exists():
-            pytest.skip(f"{path} does not exist")
-        return path
-
-    return find
