@@ -3,7 +3,7 @@
     python benchmarks/offline.py MODEL [--engines trivet,transformers] [--workloads mixed,single,long] [--repeat 2]
 
 Each engine runs in a process of its own; the engines take turns run by run (A B A B ...), the other one idle, because
-only ratios taken in one go count on a machine that drifts. Prints a JSON line per run and, last, the medians as a table.
+only ratios taken in one go count on a machine that drifts. Prints a JSON line per run and, last, a table of medians.
 MODEL is a Hugging Face folder of a model with at least 150,000 token ids, such as a Qwen2.5.
 """
 

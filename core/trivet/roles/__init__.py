@@ -26,10 +26,23 @@ from trivet.roles.tokenizer import Detokenizer, Tokenizer
 ROLE_CLASSES: dict[str, type[Role]] = {
     cls.role: cls
     for cls in (
-        Scheduler, Cache, CacheTier, Executor, Runner, Model, Attention, Quantization, Sampler, LogitsProcessor, Grammar,
-        Drafter, Connector, Tokenizer, Frontend,
+        Scheduler,
+        Cache,
+        CacheTier,
+        Executor,
+        Runner,
+        Model,
+        Attention,
+        Quantization,
+        Sampler,
+        LogitsProcessor,
+        Grammar,
+        Drafter,
+        Connector,
+        Tokenizer,
+        Frontend,
     )
-}  # fmt: skip
+}
 
 __all__ = [
     "CARDINALITY",
