@@ -89,6 +89,7 @@ class Engine:
         events = CommitEvents(plan.step_id)
         with self._faults.suspect("commit"):
             events = self.hooks.commit(plan, result)
+            self._faults.tell_blocks()
         if self.hooks.has_observers("step_finished"):
             legs = {"schedule": scheduling, "run": ran - start, "commit": time.perf_counter() - ran}
             self.hooks.step_finished(StepFinished(plan, result, legs | result.timings))

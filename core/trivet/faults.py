@@ -129,6 +129,16 @@ class Faults:
         except Exception as lost:  # noqa: BLE001 - whatever an executor raises here, its workers are gone
             self.fail(describe(lost))
 
+    def tell_blocks(self) -> None:
+        """Pass on what the cache says of its blocks."""
+        cache, hooks = self._p.cache, self._p.hooks
+        if cache.has_events:
+            stored, evicted = cache.take_events()
+            for lost in evicted:
+                hooks.blocks_evicted(lost)
+            for found in stored:
+                hooks.blocks_stored(found)
+
     def stop(self, flying: deque[tuple[StepPlan, PendingStep, float]], report: Callable[[], object]) -> None:
         """Abort what is left, let steps in flight end, ``report`` the ends, shut every part down."""
         if self._stopped:

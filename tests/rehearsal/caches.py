@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trivet.events import BlocksEvicted, BlocksStored
 from trivet.hookspecs import hookimpl
 from trivet.provider import Provider
 from trivet.roles import Allocation, CacheHit, KVGroup, KVLayout
@@ -65,10 +66,11 @@ class TaggedCache(PagedCache):
     """Finds prompts again, whole blocks at a time, if their context tags are the same; keeps them until
     :meth:`reset`."""
 
-    wants_commits = True
+    wants_commits = has_events = True
 
     def bind(self, context: Any) -> None:
         self._table, self._known, self._kept, self.hits = context.table, {}, [], 0
+        self._events: Any = ([], [])
 
     def _key(self, request: Any, tokens: Any) -> tuple[Any, ...]:
         return (tuple(sorted(request.cache_tags.items())), tokens.tobytes())
@@ -91,8 +93,14 @@ class TaggedCache(PagedCache):
                 if key not in self._known:
                     self._known[key] = int(blocks[end // self.block_size - 1])
                     self._kept.append(self._ledger.lease([self._known[key]]))
+                    self._events[0].append(BlocksStored(0, [self._known[key]], [key[1]]))
+
+    def take_events(self) -> Any:
+        events, self._events = self._events, ([], [])
+        return events
 
     def reset(self) -> bool:
+        self._events[1].append(BlocksEvicted(0, [], cleared=True))
         self._known.clear()
         while self._kept:
             self.settle(self._kept.pop())

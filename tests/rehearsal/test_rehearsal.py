@@ -13,11 +13,20 @@ import ranks
 import transfers
 from rehearsal_kit import engine, expect, greedy, prompts, run
 
+from trivet.hookspecs import hookimpl
 from trivet.testing.fake_model import reference_logits, reference_states, reference_tokens
 from trivet_schemas.sampling import PoolingParams, SamplingParams
 
 SMALL = {"use": "paged", "block_size": 4, "num_blocks": 26}
 TIGHT = {"use": "continuous", "max_num_batched_tokens": 7, "max_num_seqs": 8}
+
+
+class Nobody:
+    """What a worker process gets in place of an observer of the engine's."""
+
+    @hookimpl
+    def trivet_engine_started(self, context: Any) -> None:
+        pass
 
 
 def submit(e: Any, work: Any, **fields: Any) -> None:
@@ -218,7 +227,20 @@ def test_prompt_logprobs_in_chunks_under_preemption(work: Any, depth: int) -> No
 
 def test_a_cache_tagged_by_adapter() -> None:
     prompt = prompts(1, seed=9)[0] * 3
-    with engine(caches, cache={"use": "tagged", "block_size": 4}) as e:
+    told: list[Any] = []
+
+    class Watch:
+        trivet_import = ("test_rehearsal:Nobody", {})
+
+        @hookimpl
+        def trivet_blocks_stored(self, event: Any) -> None:
+            told.append(event.blocks)
+
+        @hookimpl
+        def trivet_blocks_evicted(self, event: Any) -> None:
+            told.append("cleared" if event.cleared else event.hashes)
+
+    with engine(caches, Watch(), cache={"use": "tagged", "block_size": 4}) as e:
         hits = []
         for adapter in (None, "a", "b", "a", None, "b"):
             e.add_request("x", prompt, greedy(6), adapter=adapter)
@@ -229,6 +251,12 @@ def test_a_cache_tagged_by_adapter() -> None:
             assert done["x"].num_cached_tokens == hits[-1]
         found = (len(prompt) - 1) // 4 * 4
         assert hits == [0, 0, 0, found, found, found]
+        assert len(told) == len({tuple(blocks) for blocks in told}), "every block is told of once"
+        assert len(told) >= 3 * (found // 4)
+        assert e.parts.cache.reset()
+        e.add_request("after", prompt, greedy(1))
+        assert run(e)["after"].num_cached_tokens == 0
+        assert "cleared" in told
 
 
 @pytest.mark.parametrize("late", [0, 1, 4])

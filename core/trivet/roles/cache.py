@@ -13,6 +13,7 @@ from trivet.roles.kv import AttentionSupport, KVLayout, LayerKVSpec
 
 if TYPE_CHECKING:
     from trivet.context import EngineContext
+    from trivet.events import BlocksEvicted, BlocksStored
     from trivet.state import Request
 
 
@@ -81,6 +82,8 @@ class Cache(Role):
     can_fork: ClassVar[bool] = False
     #: whether the engine calls :meth:`commit` (costs time per step)
     wants_commits: ClassVar[bool] = False
+    #: whether the engine calls :meth:`take_events`
+    has_events: ClassVar[bool] = False
 
     @abstractmethod
     def configure(self, need: CacheRequirements) -> KVLayout:
@@ -133,6 +136,11 @@ class Cache(Role):
         """Forget the content of ``blocks[g]``; returns ``(slot, tokens still valid)`` for every table that holds one of
         them. The request whose load failed is rewound by the core; a cache that shares blocks must name the others."""
         return []
+
+    def take_events(self) -> tuple[list[BlocksStored], list[BlocksEvicted]]:
+        """What became findable, and what can no longer be found, since the last call: for ``trivet_blocks_stored`` and
+        ``trivet_blocks_evicted``. Called after every commit when :attr:`has_events` is set."""
+        return [], []
 
     @abstractmethod
     def reset(self) -> bool:
