@@ -217,7 +217,7 @@ def test_every_line_of_the_feature_table_says_what_carries_it_and_what_exercised
     assert rows[0] == ["feature", "carried by", "exercised by"]
     assert all(len(cells) == 3 and all(cells) for cells in rows)
     missing = CONTRACTS.read_text(encoding="utf-8").partition("\n## What is missing yet")[2].partition("\n## ")[0]
-    numbers = set(re.findall(r"^(\d+)\. ", missing, re.MULTILINE))
+    numbers = set(re.findall(r"^- \((\d+)\) ", missing, re.MULTILINE))
     for _, carried, _ in rows[1:]:
         assert not set(re.findall(r"\((\d+)\)", carried)) - numbers, carried
 
