@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trivet.roles.base import Side
 
 if TYPE_CHECKING:
     from trivet.planner import Planner
+    from trivet.roles.kv import KVLayout
     from trivet.state import RequestTable
     from trivet_schemas.config import EngineConfig
 
@@ -24,6 +26,16 @@ class Hold:
     plugin: str
     detail: str
     since: float
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelAxis:
+    """A worker's place among those that share a model in one way: ``rank`` of ``size``, and whatever the executor
+    talks to the others with (a process group)."""
+
+    rank: int
+    size: int
+    group: Any = None
 
 
 class Context(ABC):
@@ -79,6 +91,8 @@ class WorkerContext(Context):
     side = Side.WORKER
     rank: int
     world_size: int
+    #: by name (``tensor``, ``pipeline``, …); filled by an executor before it asks for the runner, empty for one worker
+    parallel: Mapping[str, ParallelAxis] = MappingProxyType({})
     device: str
     #: the typed facade of this worker's phases
     hooks: Any
@@ -89,3 +103,9 @@ class WorkerContext(Context):
     tokenizer_size: int | None
     #: set by the runner once the model has been loaded (context length, as limited by the configuration)
     max_model_len: int
+    #: set by the runner when the KV storage was allocated, before anything is bound to it
+    layout: KVLayout
+    #: during a step: data of plugins in its plan, by plugin name
+    plan_extensions: Mapping[str, bytes]
+    #: during a step: data of plugins for its result, by plugin name; joined over ranks by the provider's ``reducers``
+    result_extensions: dict[str, bytes]

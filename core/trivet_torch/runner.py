@@ -76,5 +76,5 @@ class TorchRunner(StepRunner):
     def _tensor(self, array: Any) -> torch.Tensor:
         return to_device(array, self._device)
 
-    def _rows(self, hidden: Any, indices: list[int]) -> Any:
-        return hidden[indices].float().cpu().numpy()
+    def _floats(self, values: Any) -> Any:
+        return values.float().cpu().numpy()

@@ -117,6 +117,8 @@ class TransformersModel(Model):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if batch.multimodal or (batch.adapters is not None and (batch.adapters >= 0).any()):
             raise ValueError("the transformers model serves neither multimodal inputs nor adapters")
+        if batch.hidden_layers:
+            raise ValueError("the transformers model gives out its last hidden states only, not those of single layers")
         for meta in batch.attention:
             self._attention.prepare(meta)
         metas = [batch.attention[group] for group in self._groups]

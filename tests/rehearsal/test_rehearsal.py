@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import caches
+import draft_model
 import drafting
 import grammars
 import numpy as np
@@ -59,6 +60,49 @@ def test_drafts_in_a_token_budget_that_cuts_them(work: Any) -> None:
     with engine(drafting, scheduler=TIGHT, drafter=[{"use": "random_tree"}]) as e:
         submit(e, work)
         expect(run(e), work)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("roles", [{}, {"cache": SMALL, "scheduler": TIGHT}], ids=["ample", "small"])
+def test_a_draft_model_with_a_cache_of_its_own(work: Any, depth: int, roles: Any) -> None:
+    with engine(draft_model, depth=depth, drafter=[{"use": "own_cache"}], **roles) as e:
+        assert [spec.layer for spec in e.parts.layout.specs] == [0, 1], "the drafter's layer is behind the model's"
+        submit(e, work)
+        verified = []
+        e.hooks.commit, commit = lambda p, r: verified.append(agreed(p, r)) or commit(p, r), e.hooks.commit
+        expect(run(e), work)
+        proposed, accepted = np.sum(verified, axis=0)
+        assert proposed > 100
+        assert accepted == proposed, "with the target's own tokens in its cache, the draft model is always right"
+
+
+def agreed(plan: Any, result: Any) -> tuple[int, int]:
+    """Drafts verified in a step, and those accepted."""
+    rows = plan.num_drafts > 0
+    return int(plan.num_drafts.sum()), int((result.accepted.lengths[rows] - 1).sum())
+
+
+def test_every_request_has_its_drafter(work: Any) -> None:
+    both = [{"use": "own_cache"}, {"use": "random_tree"}]
+    with engine(draft_model, drafting, drafter=both) as e:
+        for request_id, (prompt, count) in work.items():
+            extra = {"drafter": b"tree"} if int(request_id) % 2 else None
+            e.add_request(request_id, prompt, greedy(count), extra=extra)
+        trees, chains, slots = [], [], {}
+        commit = e.hooks.commit
+
+        def look(plan: Any, result: Any) -> Any:
+            slots.update({(n.slot, n.epoch): n.request_id for n in plan.new})
+            for row in np.flatnonzero(plan.num_drafts).tolist():
+                odd = int(slots[int(plan.slots[row]), int(plan.epochs[row])]) % 2
+                accepted = len(result.accepted.row(row)) - 1
+                (trees if odd else chains).append(accepted == plan.num_drafts[row])
+            return commit(plan, result)
+
+        e.hooks.commit = look
+        expect(run(e), work)
+        assert all(chains), "the draft model proposed for the even ones"
+        assert not all(trees), "and the random one for the others"
 
 
 def obeying(prompt: list[int], count: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,59 @@ def test_pooled_vectors_are_the_last_hidden_states(llama: tuple[str, Any]) -> No
         np.testing.assert_allclose(pooled[slot], hidden, atol=1e-5)
         assert pooled[slot].dtype == np.float32
     assert driver.outputs(2) == greedy(model, TINY, 2), "a pooled neighbour must not disturb generation"
+
+
+def test_a_model_decides_what_is_pooled_and_knows_its_requests(llama: tuple[str, Any]) -> None:
+    name, _ = llama
+    driver = make_runner(name)
+    told: list[Any] = []
+    head = torch.arange(32.0)
+
+    def pool(hidden: torch.Tensor, last: Any, slots: Any) -> torch.Tensor:
+        return hidden[last.tolist()] @ head[:, None] + torch.from_numpy(slots)[:, None]
+
+    model = driver.context.roles["model"]
+    model.add, model.remove = lambda request: told.append(request.request_id), told.append
+    plain, scored = make_runner(name), driver
+    for one in (plain, scored):
+        one.add(3, SHORT, task=Task.SCORE, name="a")
+    model.pool = pool
+    hidden, score = plain.step().pooled[0].data, scored.step().pooled[0].data
+    assert score == pytest.approx([float(hidden @ head.numpy()) + 3], rel=1e-5)
+    scored.drop(3)
+    scored.step({})
+    assert told == ["a", 3]
+
+
+def test_a_stage_without_logits_draws_nothing_and_learns_tokens_from_the_plan(llama: tuple[str, Any]) -> None:
+    name, model = llama
+    driver = make_runner(name)
+    forward = driver.context.hooks.forward
+    driver.context.hooks.forward = lambda batch: replace(forward(batch), logits=None)
+    request = driver.add(0, SHORT)
+    for token in greedy(model, SHORT, 3):
+        result = driver.step()
+        assert not len(result.accepted.values)
+        request.tokens.append(token)
+    driver.context.hooks.forward = forward
+    assert driver.step().accepted.row(0).tolist() == greedy(model, SHORT, 4)[3:]
+
+
+def test_plugins_of_a_worker_read_the_plans_extensions_and_fill_the_results(llama: tuple[str, Any]) -> None:
+    driver = make_runner(llama[0])
+    context, seen = driver.context, []
+    forward = context.hooks.forward
+
+    def wrapped(batch: Any) -> Any:
+        seen.append(dict(context.plan_extensions))
+        context.result_extensions["echo"] = context.plan_extensions["word"] * 2
+        return forward(batch)
+
+    context.hooks.forward = wrapped
+    driver.add(0, SHORT)
+    assert driver.step(extensions={"word": b"ab"}).extensions == {"echo": b"abab"}
+    assert seen == [{"word": b"ab"}]
+    assert driver.step({}).extensions == {}, "nothing is left of an earlier step"
 
 
 def test_an_embedding_cannot_have_more_dimensions_than_the_model(llama: tuple[str, Any]) -> None:

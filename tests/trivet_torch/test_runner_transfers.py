@@ -223,3 +223,64 @@ def test_an_event_of_a_step_that_raised_is_in_the_next_result(llama: tuple[str, 
         driver.step(loads=[load(driver, 3, blocking=True)])
     driver.context.hooks.forward = inner
     assert driver.step({}).transfers_finished.tolist() == [2]
+
+
+class Sender(Shelf):
+    """Looks at every layer while the step goes on."""
+
+    wants_layers = True
+
+    def __init__(self, places: Any = None) -> None:
+        super().__init__()
+        self.places, self.told = places, []
+
+    def layer_written(self, layer: int) -> None:
+        unwritten = [torch.isnan(self.attention.storage[i][0][self.places]).any().item() for i in range(3)]
+        self.told.append((layer, unwritten))
+
+
+def test_a_layer_can_be_sent_while_later_ones_are_computed(llama: tuple[str, Any]) -> None:
+    name, model = llama
+    sender = Sender()
+    driver = make_runner(name, BLOCK, connector=sender)
+    request = driver.add(0, PROMPT[: 2 * BLOCK])
+    request.blocks[0] = [driver.free[0].pop(), driver.free[0].pop()]
+    sender.places = list(request.blocks[0])
+    result = driver.step(stores=[transfer(1, request, request.blocks[0])])
+    assert [layer for layer, _ in sender.told] == [0, 1, 2]
+    assert [unwritten for _, unwritten in sender.told] == [[False, True, True], [False, False, True], [False] * 3]
+    assert ended(driver, result) == [1]
+    assert driver.outputs(0) == greedy(model, PROMPT[: 2 * BLOCK], 1)
+
+
+class Rumour(Shelf):
+    """Reports blocks as unusable that no transfer of its own names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad: list[list[int]] = []
+
+    def poll(self) -> TransferReport:
+        report = super().poll()
+        report.invalid_blocks, self.bad = self.bad, []
+        return report
+
+
+def test_a_block_that_left_the_window_may_be_lost_to_others(tmp_path: Any) -> None:
+    """The worker's table still names it, and the row must go on all the same."""
+    model = make_model("gemma3")
+    shelf = Rumour()
+    driver = make_runner(save_model(model, tmp_path), BLOCK, cache_tier=[shelf])
+    driver.add(0, PROMPT * 2)
+    driver.step()
+    windowed = next(g.index for g in driver.layout.groups if g.window == 8)
+    blocks = driver.requests[0].blocks[windowed]
+    waiting = driver.add(3, PROMPT)
+    waiting.blocks[0] = [driver.free[0].pop()]
+    shelf.delay = 1000
+    driver.step({0: 1}, loads=[transfer(1, waiting, waiting.blocks[0])])
+    for inside in (False, True):
+        first = (driver.requests[0].computed - 8 + 1) // BLOCK
+        lost = blocks[first] if inside else blocks[first - 1]
+        shelf.bad = [[lost] if g == windowed else [] for g in range(len(driver.layout.groups))]
+        assert len(driver.step({0: 1}).accepted.row(0)) == 1 - inside

@@ -57,14 +57,25 @@ class TransferWorker(ABC):
 
     #: the ``Transfer.endpoint`` that it answers to, as its engine half names it
     endpoint: str = ""
+    #: whether :meth:`layer_written` is called (costs a call per layer and step)
+    wants_layers: ClassVar[bool] = False
 
     @abstractmethod
     def bind(self, attention: Attention | None) -> None:
-        """Called once, with the storage that transfers read and write."""
+        """Called once, with the storage that transfers read and write. Which layers a KV group has, and its block size,
+        say ``context.layout.groups``; ``attention.kv(layer)`` is that layer's storage."""
 
     @abstractmethod
     def submit(self, transfer: Transfer, *, store: bool) -> None:
-        """Start a transfer; a ``blocking`` one must be complete (or have failed) at the next :meth:`poll`."""
+        """Start a transfer; a ``blocking`` one must be complete (or have failed) at the next :meth:`poll`. With several
+        ranks it must end alike on all of them, since they go on to compute the same rows. Block 0 stands for blocks
+        that left a window: there is nothing to move."""
+
+    def layer_written(self, layer: int) -> None:
+        """The step's keys and values of a layer are in the storage (on an accelerator: enqueued on the current stream),
+        so a store of blocks that this very step writes can send them while later layers are computed. Called on the
+        worker's step thread after each attention call, if :attr:`wants_layers` is set and the model runs eagerly: a
+        captured graph makes no calls."""
 
     @abstractmethod
     def poll(self) -> TransferReport:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trivet.plan import Bool, Int32, UInt8
+from trivet.plan import Bool, Int32, NewRequest, UInt8
 from trivet.roles.base import Role
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class ForwardBatch:
     samples: Bool  #: [R]
     attention: list[AttentionMetadata]  #: one per KV group
     wants_hidden: bool = False  #: whether ``ForwardOutput.hidden`` is read (pooling, drafters)
+    hidden_layers: tuple[int, ...] = ()  #: layers whose ``ForwardOutput.layer_outputs`` are read (drafters)
     tree_parents: Any = None
     multimodal: list[Any] = field(default_factory=list)
     adapters: Int32 | None = None  #: [R] index into ``adapter_names``, -1 = base model
@@ -54,10 +55,12 @@ class ForwardBatch:
 
 @dataclass(slots=True)
 class ForwardOutput:
-    """``logits`` ``[L, vocab_size]`` in the model's dtype or float32; ``hidden`` ``[T, hidden_size]`` if wanted."""
+    """``logits`` ``[L, vocab_size]`` in the model's dtype or float32, None on a pipeline stage before the last one;
+    ``hidden`` ``[T, hidden_size]`` after the final norm if wanted."""
 
     logits: Any
     hidden: Any = None
+    layer_outputs: dict[int, Any] = field(default_factory=dict)  #: wanted layer → ``[T, hidden_size]``
 
 
 class Model(Role):
@@ -76,11 +79,25 @@ class Model(Role):
 
     @abstractmethod
     def bind(self, attention: Attention, layout: KVLayout) -> None:
-        """Called once, after the attention provider has allocated its storage."""
+        """Called after the attention provider has allocated its storage, and again if it allocates anew."""
+
+    def add(self, request: NewRequest) -> None:
+        """A request enters its slot; ``request.extra`` may hold what the model needs of it (features of an image)."""
+
+    def remove(self, slot: int) -> None:
+        """A request leaves its slot."""
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass, writing keys and values to the cache. Bound to the ``trivet_forward`` phase."""
+
+    def pool(self, hidden: Any, last: Int32, slots: Int32) -> Any:
+        """What is reported of the rows that pool: ``[n, dim]``, by default the hidden states of their last tokens.
+
+        ``hidden`` is ``[T, hidden_size]`` as in :class:`ForwardOutput`, ``last`` ``[n]`` the flat index of each row's
+        last token, ``slots`` ``[n]`` whose rows they are. A model with a head for scores or classes applies it here;
+        one that pools over all tokens adds them up in :meth:`forward`."""
+        return hidden[last.tolist()]
 
     @property
     def weight_bytes(self) -> int:

@@ -17,7 +17,13 @@ ToTensor = Callable[[Any], Any]
 
 
 def forward_batch(
-    plan: StepPlan, inputs: StepInputs, batch: PersistentBatch, tensor: ToTensor, *, wants_hidden: bool
+    plan: StepPlan,
+    inputs: StepInputs,
+    batch: PersistentBatch,
+    tensor: ToTensor,
+    *,
+    wants_hidden: bool,
+    hidden_layers: tuple[int, ...] = (),
 ) -> ForwardBatch:
     """The batch of a forward pass, with attention metadata for every KV group."""
     tree = inputs.tree
@@ -32,6 +38,7 @@ def forward_batch(
         samples=plan.samples,
         attention=_attention(inputs, batch, tensor),
         wants_hidden=wants_hidden,
+        hidden_layers=hidden_layers,
         tree_parents=None if tree is None else tensor(tree.parents),
         multimodal=list(plan.multimodal),
         adapters=plan.adapter if len(plan.adapter) and plan.adapters else None,

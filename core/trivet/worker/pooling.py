@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def pool_last(
     vectors: Any, plan: StepPlan, batch: PersistentBatch, rows: Bool
 ) -> tuple[list[Pooled], list[RequestFailure]]:
-    """The hidden state ``[hidden_size]`` of each row's last token, after the model's final norm, as float32.
+    """What the model pooled of each row (:meth:`trivet.roles.Model.pool`), cut and scaled as its request asks.
 
     Args:
-        vectors: ``[n, hidden_size]`` float32, the hidden states of the last tokens of ``rows``.
+        vectors: ``[n, dim]`` float32, one for each of ``rows``.
         plan: The step's plan.
         batch: Holds the requests' parameters: ``dimensions`` cuts the vector, then ``normalize`` scales it to length 1.
         rows: ``[R]`` rows to pool.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,12 +12,14 @@ import numpy as np
 from trivet.errors import ModelLoadError, RequestFault, TrivetError
 from trivet.plan import Bool, InputSource, Int32, Ragged, StepPlan
 from trivet.result import RequestFailure, RowLogprobs, StepResult
-from trivet.roles.drafter import Drafter, DraftInputs, Drafts
+from trivet.roles.drafter import DraftInputs, Drafts
 from trivet.roles.runner import Runner, WorkerInfo
 from trivet.worker.batch import PersistentBatch
+from trivet.worker.drafting import DrafterPool
 from trivet.worker.forward import forward_batch
 from trivet.worker.grammar import GrammarPool
 from trivet.worker.inputs import StepInputs, prepare_inputs
+from trivet.worker.layers import LayerRelay
 from trivet.worker.pooling import pool_last
 from trivet.worker.transfers import TransferEndpoints
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         Sampled,
         Sampler,
         SampleRows,
+        TransferWorker,
     )
 
 #: how long a plan without rows waits for a grammar or a transfer, in seconds
@@ -53,7 +56,7 @@ class StepRunner(Runner):
         self._context = context
         self._grammars: GrammarPool | None = None
         self._transfers: TransferEndpoints | None = None
-        self._drafters: Sequence[Drafter] = ()
+        self._drafters = DrafterPool((), context.max_num_seqs)
         #: slot → who was told of its request, and is told when it leaves
         self._told: dict[int, list[Any]] = {}
         #: slot → epoch of requests that ended with an error here; the engine may not know yet
@@ -74,9 +77,9 @@ class StepRunner(Runner):
         """A numpy array as the model, attention and sampler want it."""
         return array
 
-    def _rows(self, hidden: Any, indices: list[int]) -> Any:
-        """``[n, hidden_size]`` float32 numpy rows of the hidden states."""
-        return np.asarray(hidden)[indices].astype(np.float32)
+    def _floats(self, values: Any) -> Any:
+        """What the model or attention computed, as a float32 numpy array."""
+        return np.asarray(values, np.float32)
 
     # ------------------------------------------------------------------ start
 
@@ -98,15 +101,14 @@ class StepRunner(Runner):
         self._sampler: Sampler = context.get("sampler")
         tokens = min(context.tokenizer_size or info.vocab_size, info.vocab_size)
         self._sampler.bind(info.vocab_size, tokens, context.max_num_seqs, context.all("logits_processor"))
-        self._drafters = context.all("drafter")
+        self._drafters = DrafterPool(context.all("drafter"), context.max_num_seqs)
         context.hooks.bind("forward", self._model.forward)
         context.hooks.bind("sample", self._sampler.sample)
         if self._drafters:
-            context.hooks.bind("draft", self._drafters[0].propose)
+            context.hooks.bind("draft", self._drafters.propose)
         self._grammars = GrammarPool(context.all("grammar"), info.vocab_size, self.grammar_threads)
         specs = [*self._model.kv_specs()]
-        for drafter in self._drafters:
-            specs += drafter.kv_specs()
+        specs += self._drafters.kv_specs(1 + max((spec.layer for spec in specs), default=-1))
         return WorkerInfo(
             model=info,
             specs=tuple(specs),
@@ -115,19 +117,24 @@ class StepRunner(Runner):
             device=context.device,
             weight_bytes=self._model.weight_bytes,
             sampling_fields=self._sampler.fields,
-            draft_tokens=self._drafters[0].num_tokens if self._drafters else 0,
-            draft_lookahead=max((d.lookahead for d in self._drafters), default=0),
+            draft_tokens=self._drafters.num_tokens,
+            draft_lookahead=self._drafters.lookahead,
             timings={"load": time.perf_counter() - started},
         )
 
     def allocate(self, layout: KVLayout) -> None:
-        self._attention.allocate(layout)
-        self._model.bind(self._attention, layout)
         context = self._context
+        context.layout = layout
+        self._attention.allocate(layout)
+        connector = context.get("connector")
+        workers: list[TransferWorker] = [*context.all("cache_tier"), *([] if connector is None else [connector])]
+        listeners = [worker for worker in workers if worker.wants_layers]
+        attention = LayerRelay(self._attention, listeners) if listeners else self._attention
+        self._model.bind(attention, layout)
+        self._drafters.bind(attention, layout)
+        self._windows = [group.window for group in layout.groups]
         sizes = [group.block_size for group in layout.groups]
         self._batch = PersistentBatch(context.max_num_seqs, context.max_model_len, sizes)
-        connector = context.get("connector")
-        workers = [*context.all("cache_tier"), *([] if connector is None else [connector])]
         for worker in workers:
             worker.bind(self._attention)
         self._transfers = TransferEndpoints(workers, len(layout.groups))
@@ -139,6 +146,7 @@ class StepRunner(Runner):
         result = StepResult(plan.step_id, plan.slots, plan.epochs, Ragged.empty(plan.num_rows), timings=timings)
         assert self._transfers is not None, "execute before load and allocate"
         assert self._grammars is not None
+        self._context.plan_extensions, self._context.result_extensions = plan.extensions, {}
         with _timed(timings, "apply"):
             try:
                 invalid = self._apply(plan)
@@ -157,14 +165,17 @@ class StepRunner(Runner):
         with _timed(timings, "prepare"):
             inputs = prepare_inputs(self._batch, plan, void)
             pools = plan.pools & ~void
-            hidden = bool(pools.any()) or any(d.wants_hidden for d in self._drafters)
-            batch = forward_batch(plan, inputs, self._batch, self._tensor, wants_hidden=hidden)
+            hidden = bool(pools.any()) or self._drafters.wants_hidden
+            layers = self._drafters.hidden_layers
+            batch = forward_batch(plan, inputs, self._batch, self._tensor, wants_hidden=hidden, hidden_layers=layers)
         try:
             with _timed(timings, "forward"):
                 output: ForwardOutput = self._context.hooks.forward(batch)
-            if len(inputs.logits_indices):
+            path: Ragged | None = None
+            # A pipeline stage before the last one has no logits, and nothing to sample.
+            if len(inputs.logits_indices) and output.logits is not None:
                 with _timed(timings, "sample"):
-                    self._sample(plan, inputs, output, result)
+                    path = self._sample(plan, inputs, output, result)
         except RequestFault as fault:
             self._errors += self._failures(fault, plan)
             result = StepResult(
@@ -176,7 +187,7 @@ class StepRunner(Runner):
             self._errors += errors
         if self._drafters:
             with _timed(timings, "draft"):
-                self._draft(plan, batch, output, result)
+                self._draft(plan, batch, output, result, path)
         self._transfers.poll()
         return self._report(result)
 
@@ -195,7 +206,7 @@ class StepRunner(Runner):
         assert self._transfers is not None
         assert self._grammars is not None
         changes = self._batch.apply(plan)
-        listeners: list[Any] = [self._sampler, *self._drafters, self._grammars]
+        listeners: list[Any] = [self._model, self._sampler, self._drafters, self._grammars]
         self._tell_removed([request.slot for request in changes.removed])
         for request in changes.added:
             told: list[Any] = []
@@ -237,8 +248,14 @@ class StepRunner(Runner):
         for group, blocks in enumerate(invalid):
             if len(blocks):
                 table = batch.tables[group][slots]
+                places = np.arange(table.shape[1])
                 # What lies beyond a table's end is left over from earlier requests.
-                own = np.arange(table.shape[1]) < batch.table_lengths[group][slots][:, None]
+                own = places < batch.table_lengths[group][slots][:, None]
+                window = self._windows[group]
+                if window is not None:
+                    # What left the window may be others' by now; the workers are not told.
+                    first = np.maximum(plan.num_computed - window + 1, 0) // batch.block_sizes[group]
+                    own &= places >= first[:, None]
                 void |= (np.isin(table, blocks) & own).any(axis=1)
         missing = (batch.lengths[slots] < plan.num_computed + plan.num_scheduled - plan.num_drafts) & ~void
         if not missing.any():
@@ -254,7 +271,8 @@ class StepRunner(Runner):
 
     # ------------------------------------------------------------------ phases
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, output: ForwardOutput, result: StepResult) -> None:
+    def _sample(self, plan: StepPlan, inputs: StepInputs, output: ForwardOutput, result: StepResult) -> Ragged | None:
+        """Returns the accepted paths through trees of drafts, per plan row."""
         assert self._grammars is not None
         rows = inputs.sampling(self._batch)
         mask = self._grammars.bitmask(rows)
@@ -280,6 +298,7 @@ class StepRunner(Runner):
             room = self._batch.tokens.shape[1] - inputs.known[rows.plan_rows]
             known = Ragged.from_rows([tokens[:n] for tokens, n in zip(pairs, room.tolist(), strict=True)])
         self._batch.set_known(rows.slots, inputs.known[rows.plan_rows], known)
+        return None if sampled.path is None else _spread(sampled.path, rows.plan_rows, plan.num_rows)
 
     def _compact(self, inputs: StepInputs, rows: SampleRows, sampled: Sampled) -> None:
         """Bring the keys and values of an accepted path through a tree to where a chain would have put them."""
@@ -299,15 +318,35 @@ class StepRunner(Runner):
             destination = self._tensor(self._batch.locations(group, slots, destinations))
             self._attention.move_tokens(group, source, destination)
 
-    def _draft(self, plan: StepPlan, batch: ForwardBatch, output: ForwardOutput, result: StepResult) -> None:
+    def _draft(
+        self,
+        plan: StepPlan,
+        batch: ForwardBatch,
+        output: ForwardOutput,
+        result: StepResult,
+        path: Ragged | None,
+    ) -> None:
         wanted = result.accepted.lengths > 0
         if result.forced is not None:
             # The tokens that follow are known; proposals for what comes after them would be out of place.
             wanted &= result.forced.lengths == 0
         k = np.where(wanted, plan.draft_k, 0).astype(np.int32)
-        if not k.any():
+        if not k.any() and not self._drafters.follows:
             return
-        inputs = DraftInputs(plan.slots, k, self._batch.tokens, self._batch.lengths, batch, output)
+        state = self._batch
+        inputs = DraftInputs(
+            plan.slots,
+            k,
+            state.tokens,
+            state.lengths,
+            batch,
+            output,
+            accepted=result.accepted,
+            num_drafts=plan.num_drafts,
+            path=path,
+            tables=state.tables,
+            block_sizes=state.block_sizes,
+        )
         try:
             drafts: Drafts = self._context.hooks.draft(inputs)
         except RequestFault as fault:
@@ -325,7 +364,8 @@ class StepRunner(Runner):
 
     def _pool(self, hidden: Any, plan: StepPlan, inputs: StepInputs, pools: Bool) -> Any:
         last = inputs.query_start[1:][pools] - 1
-        return pool_last(self._rows(hidden, last.tolist()), plan, self._batch, pools)
+        vectors = self._model.pool(hidden, last, plan.slots[pools])
+        return pool_last(self._floats(vectors), plan, self._batch, pools)
 
     # ------------------------------------------------------------------ faults and events
 
@@ -367,6 +407,7 @@ class StepRunner(Runner):
         assert self._grammars is not None
         result.errors, self._errors = self._errors, []
         result.constraints = self._grammars.take_news()
+        result.extensions = self._context.result_extensions
         self._transfers.report(result)
         return result
 
