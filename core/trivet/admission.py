@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -13,12 +15,16 @@ from trivet.events import Finished, RequestsAdded, RequestsFinished
 from trivet.plan import Int32, Task
 from trivet.roles import Wait
 from trivet.state import Request
+from trivet.wire import encode_params
 from trivet_schemas.errors import ParameterError
 from trivet_schemas.sampling import ENGINE_FIELDS, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from trivet.assembly import Parts
 
+_T = TypeVar("_T", int, float)
+#: fields that hold text, or what only plugins know
+_FREE_FIELDS = frozenset({"stop", "bad_words", "cache_salt", "structured_outputs", "extra_args"})
 _TASKS = {"embed": Task.EMBED, "score": Task.SCORE, "classify": Task.CLASSIFY}
 
 
@@ -48,15 +54,22 @@ class Admissions:
     ) -> Request:
         """See :meth:`trivet.engine.Engine.add_request`."""
         life = self._p.lifecycle
+        for param, text in (("request_id", request_id), ("adapter", adapter), ("parent", parent), ("prompt", prompt)):
+            if text is not None or param == "request_id":
+                _check_text(param, text)
         if request_id in life.requests:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request", param="request_id")
         ids, max_total, task = self.validate(prompt_token_ids, params)
         seed = getattr(params, "seed", None)
-        tags = dict(cache_tags or {})
+        tags, more = _check_bytes("cache_tags", cache_tags), _check_bytes("extra", extra)
         if adapter is not None:
             tags.setdefault("adapter", adapter.encode())
         if getattr(params, "cache_salt", None):
             tags.setdefault("cache_salt", params.cache_salt.encode())
+        if parent is not None and parent in life.requests:
+            _check_parent(life.requests[parent], ids, tags)
+        priority = _check_number("priority", priority, int, params.priority)
+        arrival_time = _check_number("arrival_time", arrival_time, float, time.monotonic())
         request = Request(
             request_id,
             ids,
@@ -65,13 +78,13 @@ class Admissions:
             int(self._seeds.integers(2**63)) if seed is None else seed,
             index=self._count,
             task=task,
-            priority=params.priority if priority is None else priority,
-            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            priority=priority,
+            arrival_time=arrival_time,
             prompt=prompt,
             adapter=adapter,
             cache_tags=tags,
             parent=parent,
-            extra=dict(extra or {}),
+            extra=more,
         )
         life.accept(request)
         self._count += 1
@@ -126,9 +139,12 @@ class Admissions:
     # ------------------------------------------------------------------ checks
 
     def _prompt(self, prompt_token_ids: Sequence[int]) -> Int32:
-        if len(prompt_token_ids) == 0:
+        try:
+            ids = np.asarray(prompt_token_ids)
+        except (ValueError, TypeError):  # rows of different lengths; an object that is no array and will not say so
+            ids = np.empty(0, np.object_)
+        if ids.ndim == 1 and not len(ids) and isinstance(prompt_token_ids, Sequence | np.ndarray):
             raise RequestError("the prompt is empty; give at least one token", param="prompt")
-        ids = np.asarray(prompt_token_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError(
                 f"prompt_token_ids must be a list of integers, got {ids.dtype} {ids.shape}", param="prompt"
@@ -145,6 +161,11 @@ class Admissions:
 
     def _params(self, params: Any, ids: Int32) -> tuple[int, Task]:
         limit, count = self._p.max_model_len, len(ids)
+        if not isinstance(params, SamplingParams | PoolingParams):
+            raise RequestError(
+                f"sampling parameters must be a SamplingParams, got {type(params).__name__}", param="params"
+            )
+        _check_params(params)
         if isinstance(params, PoolingParams):
             if params.task not in self._p.info.model.tasks:
                 tasks = ", ".join(self._p.info.model.tasks)
@@ -152,10 +173,6 @@ class Admissions:
             if count > limit:
                 raise RequestError(f"the prompt has {count} tokens and the context holds {limit}", param="prompt")
             return count, _TASKS[params.task]
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling parameters must be a SamplingParams, got {type(params).__name__}", param="params"
-            )
         try:
             params.check_context(count, limit)
             params.check_vocabulary(self._p.vocab_size)
@@ -175,3 +192,55 @@ class Admissions:
         for processor in self._p.processors:
             processor.validate(params)
         return count + params.token_limit(count, limit), Task.GENERATE
+
+
+# What follows would otherwise be noticed where it harms others: in the queue's order, on the way to a worker.
+
+
+def _check_text(param: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise RequestError(f"{param} must be a string, got {value!r}", param=param)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{param} is not valid Unicode at character {error.start}: {value!r}", param=param) from None
+
+
+def _check_bytes(param: str, values: Mapping[str, bytes] | None) -> dict[str, bytes]:
+    values = dict(values or {})
+    for key, value in values.items():
+        _check_text(param, key)
+        if not isinstance(value, bytes):
+            raise RequestError(f"{param}[{key!r}] must be bytes, got {type(value).__name__}", param=param)
+    return values
+
+
+def _check_number(param: str, value: Any, kind: type[_T], default: _T) -> _T:
+    if value is None:
+        return default
+    try:
+        number = operator.index(value) if kind is int else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RequestError(f"{param} must be {'an integer' if kind is int else 'a number'}, got {value!r}", param=param)
+    return kind(number)
+
+
+def _check_parent(parent: Request, ids: Int32, tags: Mapping[str, bytes]) -> None:
+    if not np.array_equal(parent.prompt_ids, ids) or parent.cache_tags != tags:
+        raise RequestError(
+            f"parent: {parent.request_id!r} has another prompt, adapter or cache tags, so its blocks cannot be shared",
+            param="parent",
+        )
+
+
+def _check_params(params: SamplingParams | PoolingParams) -> None:
+    """Whether the parameters survive the way to a worker in another process."""
+    if params.model_fields_set.isdisjoint(_FREE_FIELDS):
+        return
+    try:
+        encode_params(params)
+    except (TypeError, ValueError, OverflowError) as error:
+        names = ", ".join(sorted(params.model_fields_set & _FREE_FIELDS))
+        raise RequestError(f"{names}: cannot be sent to a worker: {error}", param=names) from None

@@ -13,7 +13,7 @@ import numpy as np
 
 from trivet.events import CommitEvents
 from trivet.plan import Bool, Int32, Ragged, StepPlan
-from trivet.result import ConstraintState, StepResult
+from trivet.result import ConstraintState, StepResult, TokenLogprobs
 from trivet.rows import spans
 
 if TYPE_CHECKING:
@@ -198,7 +198,9 @@ class Committer:
         table = self._table
         if result.logprobs:
             place = {row: i for i, row in enumerate(np.flatnonzero(kept).tolist())}
-            events.logprobs = [(place[lp.row], lp.values) for lp in result.logprobs if lp.row in place]
+            for entry in result.logprobs:
+                if entry.row in place:
+                    events.logprobs.append((place[entry.row], _cut(entry.values, int(kept[entry.row]))))
         for chunk in result.prompt_logprobs:
             if table.epoch[chunk.slot] == chunk.epoch:
                 request = table.requests[chunk.slot]
@@ -255,6 +257,13 @@ class Committer:
         # Later steps are under way that build on what is now void: only a new epoch makes their results stale.
         for slot in slots:
             self._life.preempt(slot)
+
+
+def _cut(values: TokenLogprobs, count: int) -> TokenLogprobs:
+    """The logprobs of the first ``count`` tokens: a stop may have cut the rest off."""
+    if len(values.ranks) <= count:
+        return values
+    return TokenLogprobs(values.token_ids[:count], values.logprobs[:count], values.ranks[:count])
 
 
 def _joined(accepted: Ragged, forced: Ragged) -> tuple[Int32, Int32]:

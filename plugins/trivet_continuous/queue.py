@@ -8,15 +8,18 @@ from typing import Any
 
 from trivet.state import Request
 
+_SLACK = 64  # entries of removed requests that the heap may hold beside those of its members
+
 
 class WaitingQueue:
     """Requests in ascending order of ``(key, arrival)``. Removal is lazy: a removed request is skipped when it
-    surfaces."""
+    surfaces, and swept out once such entries are the greater part. No operation goes through all members."""
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self.key = key
         self._heap: list[tuple[Any, int, Request]] = []
         self._parked: dict[str, Request] = {}
+        self._passing: list[Request] = []
         self._members: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -35,27 +38,47 @@ class WaitingQueue:
         if self._members.get(request.request_id) is request:
             del self._members[request.request_id]
             self._parked.pop(request.request_id, None)
+            if len(self._heap) > 2 * len(self._members) + _SLACK:
+                self._heap = [entry for entry in self._heap if self._is_queued(entry[2])]
+                heapq.heapify(self._heap)
 
     def head(self) -> Request | None:
         """The next request that is not parked."""
         while self._heap:
             request = self._heap[0][2]
-            if self._members.get(request.request_id) is request and request.request_id not in self._parked:
+            if self._is_queued(request):
                 return request
             heapq.heappop(self._heap)
         return None
+
+    def _is_queued(self, request: Request) -> bool:
+        return self._members.get(request.request_id) is request and request.request_id not in self._parked
 
     def pop(self) -> None:
         """Take the head out."""
         del self._members[heapq.heappop(self._heap)[2].request_id]
 
-    def park(self) -> None:
-        """Set the head aside until :meth:`unpark`."""
+    def park(self, *, passing: bool = False) -> None:
+        """Set the head aside until :meth:`unpark`, or if ``passing`` until :meth:`unpark_passing`."""
         request = heapq.heappop(self._heap)[2]
         self._parked[request.request_id] = request
+        if passing:
+            self._passing.append(request)
 
-    def unpark(self, ready: Callable[[Request], bool]) -> None:
-        """Put parked requests back that are ready."""
-        for request in [r for r in self._parked.values() if ready(r)]:
+    def unpark(self, request: Request) -> None:
+        """Put a request back that was parked; no effect for others."""
+        if self._parked.get(request.request_id) is request:
             del self._parked[request.request_id]
             heapq.heappush(self._heap, (self.key(request), request.index, request))
+
+    def unpark_passing(self) -> None:
+        """Put back what was parked for a step."""
+        passing, self._passing = self._passing, []
+        for request in passing:
+            self.unpark(request)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every member is either parked or in the heap, once."""
+        entries = [request.request_id for _, _, request in self._heap if self._is_queued(request)]
+        assert len(entries) == len(set(entries)), "a request is queued twice"
+        assert set(entries) | set(self._parked) == set(self._members), "a request is lost to the queue"

@@ -32,7 +32,8 @@ class ContinuousScheduler(Scheduler):
         self._options = options
         self._limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens)
         self._stalled: tuple[str, dict[str, Any]] = ("turn", {})
-        self._unserved: frozenset[int] = frozenset()
+        self._unserved: frozenset[int] = frozenset()  # running slots without tokens of the budget in the last step
+        self._short: frozenset[int] = frozenset()  # running slots that wait for blocks
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -63,6 +64,10 @@ class ContinuousScheduler(Scheduler):
         """See :meth:`Scheduler.remove`."""
         self._queue.remove(request)
 
+    def released(self, request: Request) -> None:
+        """See :meth:`Scheduler.released`."""
+        self._queue.unpark(request)
+
     @property
     def num_waiting(self) -> int:
         """See :attr:`Scheduler.num_waiting`."""
@@ -77,8 +82,11 @@ class ContinuousScheduler(Scheduler):
         counts = self._share(slots, planner.pending(slots))
         given = counts > 0
         self._unserved = frozenset(slots[~given].tolist()) if not given.all() else frozenset()
+        self._short = frozenset()
         self._extend(slots[given], counts[given])
-        if not planner.num_preempted:
+        if planner.num_preempted:
+            self._stalled = ("memory", {})
+        else:
             self._admit()
         return planner.finish()
 
@@ -101,7 +109,10 @@ class ContinuousScheduler(Scheduler):
         while len(slots):
             done = planner.extend(slots, counts)
             slots, counts = slots[done:], counts[done:]
-            if not len(slots) or planner.memory_pending:
+            if not len(slots):
+                break
+            if planner.memory_pending:
+                self._short = frozenset(slots.tolist())
                 break
             # Only rows from the first unserved one on (in admission order) may lose their blocks.
             order = self._table.order
@@ -113,7 +124,7 @@ class ContinuousScheduler(Scheduler):
 
     def _admit(self) -> None:
         planner, queue = self._planner, self._queue
-        queue.unpark(lambda request: not planner.is_held(request))
+        queue.unpark_passing()
         while (request := queue.head()) is not None:
             if planner.tokens_left < 1:
                 self._stalled = ("compute", {})
@@ -123,7 +134,7 @@ class ContinuousScheduler(Scheduler):
             if admission.ok:
                 queue.pop()
             elif admission.reason == "hold":
-                queue.park()
+                queue.park(passing=not request.holds)
             else:
                 self._stalled = (admission.reason, {})
                 break
@@ -134,19 +145,26 @@ class ContinuousScheduler(Scheduler):
             if request.slot in self._unserved:
                 budget = self._limits.max_num_batched_tokens
                 return Wait("compute", f"the step's token budget of {budget} went to others", {"token_budget": budget})
-            return None
+            return self._explain_memory() if request.slot in self._short else None
         head = self._queue.head()
         if head is None or head is request:
             return self._explain_head()
         ahead = sum((self._queue.key(r), r.index) < (self._queue.key(request), request.index) for r in self._queue)
         return Wait("turn", f"{ahead} waiting requests are ahead of it", {"ahead": ahead})
 
+    def check_integrity(self) -> None:
+        """See :meth:`Role.check_integrity`."""
+        self._queue.check_integrity()
+
+    def _explain_memory(self) -> Wait:
+        stats = self._cache.stats()
+        detail = f"{stats.free} of {stats.total} blocks are free, too few for its known tokens"
+        return Wait("memory", detail, {"free": stats.free, "total": stats.total})
+
     def _explain_head(self) -> Wait:
         reason, numbers = self._stalled
         if reason == "memory":
-            stats = self._cache.stats()
-            detail = f"{stats.free} of {stats.total} blocks are free, too few for its known tokens"
-            return Wait("memory", detail, {"free": stats.free, "total": stats.total})
+            return self._explain_memory()
         if reason == "compute":
             budget = self._limits.max_num_batched_tokens
             return Wait(

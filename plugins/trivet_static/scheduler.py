@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +20,7 @@ class StaticScheduler(Scheduler):
 
     def __init__(self, context: Context | None, options: StaticOptions) -> None:
         self._limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens)
-        self._queue: deque[Request] = deque()
+        self._queue: dict[str, Request] = {}
         self._unserved: frozenset[int] = frozenset()
 
     @property
@@ -35,16 +34,16 @@ class StaticScheduler(Scheduler):
 
     def add(self, request: Request) -> None:
         """See :meth:`Scheduler.add`."""
-        self._queue.append(request)
+        self._queue[request.request_id] = request
 
     def requeue(self, request: Request) -> None:
         """See :meth:`Scheduler.requeue`; this scheduler preempts nothing itself, the core may after a fault."""
-        self._queue.appendleft(request)
+        self._queue[request.request_id] = request
 
     def remove(self, request: Request) -> None:
         """See :meth:`Scheduler.remove`."""
-        if request in self._queue:
-            self._queue.remove(request)
+        if self._queue.get(request.request_id) is request:
+            del self._queue[request.request_id]
 
     @property
     def num_waiting(self) -> int:
@@ -66,18 +65,14 @@ class StaticScheduler(Scheduler):
         return planner.finish()
 
     def _fill(self) -> None:
-        held: list[Request] = []
-        while self._queue:
-            request = self._queue[0]
+        # By arrival: a request that the core put back stands at the end of the map.
+        for request in sorted(self._queue.values(), key=lambda r: r.index):
             # Room for all it may become, so that nothing has to be taken back while the batch runs.
             admission = self._planner.admit(request, self._planner.tokens_left, reserve=request.max_total)
             if admission.ok:
-                self._queue.popleft()
-            elif admission.reason == "hold":
-                held.append(self._queue.popleft())
-            else:
+                del self._queue[request.request_id]
+            elif admission.reason != "hold":
                 break
-        self._queue.extendleft(reversed(held))
 
     def explain(self, request: Request) -> Wait | None:
         """See :meth:`Scheduler.explain`."""
@@ -86,6 +81,6 @@ class StaticScheduler(Scheduler):
                 return None
             budget = self._limits.max_num_batched_tokens
             return Wait("compute", f"the step's token budget of {budget} went to others", {"token_budget": budget})
-        ahead, running = self._queue.index(request), self._table.num_running
+        ahead, running = sum(r.index < request.index for r in self._queue.values()), self._table.num_running
         detail = f"a batch of {running} requests runs until its last one has ended; {ahead} are ahead of it"
         return Wait("turn", detail, {"running": running, "ahead": ahead})

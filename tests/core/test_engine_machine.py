@@ -3,6 +3,8 @@ once, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import caches
@@ -13,7 +15,7 @@ import pytest
 from engine_kit import FAKE
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from machine_oracle import VOCAB, Wanted
 
 from trivet.context import Hold
@@ -47,8 +49,7 @@ SCHEDULERS: list[dict[str, Any]] = [
 PROMPTS = [np.random.default_rng(i).integers(0, VOCAB, 1 + 5 * i % 29).tolist() for i in range(12)]
 
 
-def pick(data: Any, some: list[Wanted]) -> Wanted:
-    return some[data.draw(st.integers(0, len(some) - 1))]
+WHO = st.integers(0, 30)
 
 
 class Life(RuleBasedStateMachine):
@@ -61,7 +62,7 @@ class Life(RuleBasedStateMachine):
             {
                 "depth": st.sampled_from([1, 2, 3]),
                 "feedback": st.sampled_from([True, True, False]),
-                "mode": st.sampled_from(["lazy", "eager", "thread"]),
+                "mode": st.sampled_from(["lazy", "eager"]),
                 "wire": st.booleans(),
             }
         ),
@@ -77,20 +78,22 @@ class Life(RuleBasedStateMachine):
     def start(self, cache: Any, scheduler: Any, executor: Any, drafts: Any, transfers: Any, eos: Any) -> None:
         windows = [None, 5, None] if cache["use"] == "two_groups" else [None]
         self.windows, self.eos = windows, frozenset(eos)
-        plugins = FAKE | {
+        roles = FAKE | {
             "model": {"use": "fake", "windows": windows, "eos_token_ids": list(eos)},
             "executor": {"use": "held"} | executor,
             "cache": cache,
             "scheduler": scheduler,
-            "grammar": [{"use": "delayed"}],
+            "grammar": [{"use": "parity"}],
         }
+        plugins = [fakes, kit, caches]
         if drafts:
-            plugins["drafter"] = [{"use": "random_tree"}]
+            roles["drafter"] = [{"use": "random_tree"}]
+            plugins.append(drafting)
         if transfers is not None and windows == [None]:
-            plugins["connector"] = {"use": "depot"} | transfers
-        config = {"model": "fake", "max_model_len": MAX_LEN, "plugins": plugins}
+            roles["connector"] = {"use": "depot"} | transfers
+        config = {"model": "fake", "max_model_len": MAX_LEN, "plugins": roles}
         self.chaos = kit.Chaos()
-        self.engine = Engine(config, [fakes, kit, caches, drafting, self.chaos, kit.Touchy()])
+        self.engine = Engine(config, [*plugins, self.chaos, kit.Touchy()])
         self.executor = self.engine.context.get("executor")
         self.all: list[Wanted] = []
         self.held: dict[str, Wanted] = {}
@@ -155,10 +158,11 @@ class Life(RuleBasedStateMachine):
         for own in params[1:]:
             self.add(PROMPTS[prompt], own, parent=parent.request_id)
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.alive())
-    def add_child(self, data: Any) -> None:
-        parent = pick(data, self.alive())
+    @rule(who=WHO)
+    def add_child(self, who: int) -> None:
+        parent = pick(who, self.alive())
+        if parent is None:
+            return
         if not isinstance(parent.params, PoolingParams):
             tags = {"cache_salt": parent.params.cache_salt} if parent.params.cache_salt else {}
             params = SamplingParams(temperature=0, max_tokens=5, **tags)
@@ -169,55 +173,53 @@ class Life(RuleBasedStateMachine):
     def alive(self) -> list[Wanted]:
         return [w for w in self.all if w.unfinished and w.asked is None]
 
-    @rule(data=st.data(), number=st.integers(1, 3))
-    @precondition(lambda self: self.all)
-    def abort(self, data: Any, number: int) -> None:
-        victims = [pick(data, self.all) for _ in range(number)]
+    @rule(who=st.lists(WHO, min_size=1, max_size=3))
+    def abort(self, who: list[int]) -> None:
+        victims = [victim for one in who if (victim := pick(one, self.all)) is not None]
         self.engine.abort([*(v.request_id for v in victims), "stranger"])
         for victim in victims:
             if victim.unfinished and victim.asked is None and victim.request.finish_reason == "abort":
                 victim.asked = ("abort", 0)
 
-    @rule(data=st.data())
-    @precondition(lambda self: any(w.streamed for w in self.alive()))
-    def stop(self, data: Any) -> None:
-        victim = pick(data, [w for w in self.alive() if w.streamed])
-        count = data.draw(st.integers(1, len(victim.streamed)))
-        if victim.request.finish_reason is None:
+    @rule(who=WHO, back=st.integers(0, 3))
+    def stop(self, who: int, back: int) -> None:
+        victim = pick(who, [w for w in self.alive() if w.streamed])
+        if victim is not None and victim.request.finish_reason is None:
+            count = max(len(victim.streamed) - back, 1)
             self.engine.stop(victim.request_id, count, "a text")
             victim.asked = ("stop", count)
             assert len(victim.request.output_ids) == count
 
     # ------------------------------------------------------------------ plugins interfere
 
-    @rule(data=st.data(), kind=st.sampled_from(["x", "y"]))
-    @precondition(lambda self: self.alive())
-    def hold(self, data: Any, kind: str) -> None:
-        victim = pick(data, self.alive())
-        self.engine.context.hold(victim.request_id, Hold(kind, "test", "a test", 0.0))
-        self.held[victim.request_id] = victim
+    @rule(who=WHO, kind=st.sampled_from(["x", "y"]))
+    def hold(self, who: int, kind: str) -> None:
+        victim = pick(who, self.alive())
+        if victim is not None:
+            self.engine.context.hold(victim.request_id, Hold(kind, "test", "a test", 0.0))
+            self.held[victim.request_id] = victim
 
     @rule()
-    @precondition(lambda self: self.held)
     def release(self) -> None:
         for name in self.held:
             self.engine.context.release(name, "test", "x")
             self.engine.context.release(name, "test", "y")
         self.held.clear()
 
-    @rule(budget=st.sampled_from([None, None, 0, 1, 5]), seqs=st.sampled_from([None, None, 0, 1]), data=st.data())
-    def throttle(self, budget: int | None, seqs: int | None, data: Any) -> None:
+    @rule(
+        budget=st.sampled_from([None, None, -3, 0, 1, 5, 10**6]),
+        seqs=st.sampled_from([None, None, 0, 1, 10**6]),
+        who=st.lists(WHO, max_size=3),
+    )
+    def throttle(self, budget: int | None, seqs: int | None, who: list[int]) -> None:
         self.chaos.token_budget, self.chaos.max_num_seqs = budget, seqs
-        names = [w.request_id for w in self.alive()]
-        some = data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []
+        some = [victim.request_id for one in who if (victim := pick(one, self.alive())) is not None]
         self.chaos.holds = dict.fromkeys(some, "not now")
 
-    @rule(phase=st.sampled_from(kit.PHASES), plain=st.booleans(), data=st.data())
-    @precondition(lambda self: self.alive())
-    def arm(self, phase: str, plain: bool, data: Any) -> None:
-        names = [pick(data, self.alive()).request_id for _ in range(2)]
-        error = RuntimeError("chaos") if plain else kit.fault_of(names)
-        self.chaos.armed[phase] = error
+    @rule(phase=st.sampled_from(kit.PHASES), plain=st.booleans(), who=st.lists(WHO, min_size=1, max_size=3))
+    def arm(self, phase: str, plain: bool, who: list[int]) -> None:
+        names = [victim.request_id for one in who if (victim := pick(one, self.alive())) is not None]
+        self.chaos.armed[phase] = RuntimeError("chaos") if plain or not names else kit.fault_of(names)
 
     @rule()
     def refuse(self) -> None:
@@ -240,7 +242,9 @@ class Life(RuleBasedStateMachine):
         for i, request in enumerate(events.requests):
             by_request[id(request)].streamed += events.tokens.row(i).tolist()
         for i, values in events.logprobs:
-            assert len(values.ranks) == len(values.logprobs) <= len(events.tokens.row(i)) or not len(values.ranks)
+            tokens = events.tokens.row(i).tolist()
+            assert values.token_ids[:, 0].tolist() == tokens[: len(values.ranks)]
+            assert values.token_ids.shape == values.logprobs.shape
         for request, chunk in events.prompt_logprobs:
             wanted = by_request[id(request)]
             for i, row in enumerate(chunk.values.logprobs.tolist()):
@@ -304,7 +308,21 @@ class Life(RuleBasedStateMachine):
         assert not runner._transfers.pending
 
 
+def pick(who: int, some: list[Wanted]) -> Wanted | None:
+    return some[who % len(some)] if some else None
+
+
 EMPTY = ("requests", "ended", "_leases", "_transfers", "_loads", "_stores", "_preempted", "_children")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing happens by the clock, so that a life can be repeated, and faults are not logged."""
+    monkeypatch.setattr("trivet.worker.step_runner._PATIENCE", 0.0)
+    monkeypatch.setattr("trivet.engine._IDLE_SECONDS", 0.0)
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def lives(examples: int, steps: int) -> None:

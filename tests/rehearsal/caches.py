@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from trivet.events import BlocksEvicted, BlocksStored
 from trivet.hookspecs import hookimpl
 from trivet.provider import Provider
-from trivet.roles import Allocation, CacheHit, KVGroup, KVLayout
+from trivet.roles import Allocation, CacheHit, CacheStats, KVGroup, KVLayout
 from trivet_paged.cache import PagedCache
 from trivet_paged.options import PagedOptions
 
@@ -29,8 +31,13 @@ class TwoGroupCache(PagedCache):
         return KVLayout(need.specs, groups, first.storage + second.storage)
 
     def extend(self, slots: Any, totals: Any) -> Allocation:
-        one, two = super().extend(slots, totals), self.other.extend(slots, totals)
-        return Allocation(min(one.rows, two.rows), one.slots + two.slots, one.blocks + two.blocks)
+        # A row gets its blocks in both groups or in none.
+        rows = min(_affordable(cache, slots, totals) for cache in (self, self.other))
+        one, two = super().extend(slots[:rows], totals[:rows]), self.other.extend(slots[:rows], totals[:rows])
+        return Allocation(rows, one.slots + two.slots, one.blocks + two.blocks)
+
+    def fits(self, num_tokens: int) -> bool:
+        return super().fits(num_tokens) and self.other.fits(num_tokens)
 
     def tables(self, slot: int) -> list[Any]:
         return super().tables(slot) + self.other.tables(slot)
@@ -40,9 +47,22 @@ class TwoGroupCache(PagedCache):
         assert lease == other
         return lease
 
+    def lease(self, blocks: Any) -> int:
+        lease, other = super().lease(blocks[:1]), self.other.lease(blocks[1:])
+        assert lease == other
+        return lease
+
     def settle(self, lease: int) -> None:
         super().settle(lease)
         self.other.settle(lease)
+
+    def stats(self) -> CacheStats:
+        counts = [(s.total, s.free, s.used, s.retired, s.leased) for s in (super().stats(), self.other.stats())]
+        return CacheStats(*map(sum, zip(*counts, strict=True)))
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.other.check_integrity()
 
 
 class ForkingCache(PagedCache):
@@ -77,6 +97,8 @@ class TaggedCache(PagedCache):
 
     def admit(self, slot: int, request: Any) -> CacheHit:
         tokens, size, blocks = self._table.known_tokens(request), self.block_size, []
+        if getattr(request.params, "prompt_logprobs", None) is not None:
+            return CacheHit()  # its prompt's logits are wanted, so all of it must be computed
         while (end := (len(blocks) + 1) * size) < len(tokens) and (
             key := self._key(request, tokens[:end])
         ) in self._known:
@@ -105,6 +127,11 @@ class TaggedCache(PagedCache):
         while self._kept:
             self.settle(self._kept.pop())
         return super().reset()
+
+
+def _affordable(cache: PagedCache, slots: Any, totals: Any) -> int:
+    missing = np.maximum(-(-totals // cache.block_size) - cache._ledger.length[slots], 0)
+    return int((missing.cumsum() <= len(cache._free)).sum())
 
 
 def _only(need: Any, specs: Any) -> Any:

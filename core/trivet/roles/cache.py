@@ -100,7 +100,8 @@ class Cache(Role):
     @abstractmethod
     def admit(self, slot: int, request: Request) -> CacheHit:
         """Give ``slot`` a table, with whatever blocks are found for the request's known tokens. At least the
-        last known token is never counted as found. Must not fail for lack of memory: the table may be empty."""
+        last known token is never counted as found, and nothing is for a request with ``prompt_logprobs``, whose
+        prompt must be computed. Must not fail for lack of memory: the table may be empty."""
 
     @abstractmethod
     def extend(self, slots: Int32, totals: Int32) -> Allocation:
