@@ -29,6 +29,7 @@ class ConstraintStatus:
     epoch: int
     state: int
     message: str = ""
+    seconds: float = 0.0  #: how long compiling took; 0 unless it is ``READY``
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from trivet_kernels.reference.attention import AttentionPlan, paged_attention, p
 
 if TYPE_CHECKING:
     from trivet.context import WorkerContext
-    from trivet.roles import AttentionMetadata, KVLayout, KVStorage, LayerKVSpec
+    from trivet.roles import AttentionExtras, AttentionMetadata, KVLayout, KVStorage, LayerKVSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KINDS = ("full", "sliding")
@@ -40,6 +40,8 @@ class TorchAttention(Attention):
             )
         elif spec.dtype not in _DTYPES:
             problem = f"a KV cache in {spec.dtype} is not supported, only in {', '.join(_DTYPES)}"
+        elif spec.needs:
+            problem = f"layer {spec.layer} needs {', '.join(spec.needs)}, which this attention does not have"
         return AttentionSupport(dtypes=tuple(_DTYPES), problem=problem)
 
     def allocate(self, layout: KVLayout) -> None:
@@ -47,6 +49,7 @@ class TorchAttention(Attention):
         specs = {spec.layer: spec for spec in layout.specs}
         sizes = {layer: group.block_size for group in layout.groups for layer in group.layers}
         self._groups = {group.index: group.layers for group in layout.groups}
+        self._kv.clear()
         try:
             for storage in layout.storage:
                 self._kv.update(_allocate(storage, specs, sizes, self._context.device))
@@ -76,6 +79,7 @@ class TorchAttention(Attention):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        extras: AttentionExtras | None = None,
     ) -> Tensor:
         key_cache, value_cache = self._kv[layer]
         kernels.reshape_and_cache(key, value, key_cache, value_cache, meta.slot_mapping)

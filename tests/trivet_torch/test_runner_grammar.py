@@ -186,6 +186,33 @@ def test_a_request_that_leaves_while_compiling_is_forgotten(llama: tuple[str, An
     assert len(driver.outputs(0)) == 6
 
 
+def test_a_provider_hears_that_nobody_waits_for_what_it_compiles(llama: tuple[str, Any]) -> None:
+    gate, begun, cancelled = threading.Event(), threading.Event(), []
+
+    class Stoppable(ModularGrammar):
+        def cancel(self, params: Any) -> None:
+            cancelled.append(params)
+            gate.set()
+
+    grammar = Stoppable(lambda: (begun.set(), gate.wait(30)))
+    driver = make_runner(llama[0], 4, grammar=[grammar])
+    params = constrained()
+    driver.add(0, PROMPT, params=params)
+    driver.step({})
+    assert begun.wait(30)
+    driver.drop(0)
+    driver.step({})
+    assert [one is params for one in cancelled] == [True]
+    driver.add(1, PROMPT, params=constrained())
+    result = driver.step({})
+    while not result.constraints:
+        result = driver.step({})
+    assert [status.seconds > 0 for status in result.constraints] == [True]
+    driver.drop(1)
+    driver.step({})
+    assert len(cancelled) == 1, "what has been compiled is not under way"
+
+
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_every_draft_row_has_its_own_mask(llama: tuple[str, Any], tree: bool) -> None:
     name, model = llama

@@ -15,6 +15,7 @@ from trivet.plan import BlockDelta, InputSource, LogitsRows, NewRequest, Ragged,
 from trivet.result import RequestFailure, StepResult
 from trivet.roles import (
     Attention,
+    AttentionExtras,
     AttentionMetadata,
     AttentionSupport,
     KVGroup,
@@ -148,6 +149,7 @@ class SlowAttention(Attention):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Any = None,
+        extras: AttentionExtras | None = None,
     ) -> torch.Tensor:
         keys, values = (part.flatten(0, 1) for part in self.storage[layer])
         keys[meta.slot_mapping], values[meta.slot_mapping] = key, value

@@ -5,7 +5,7 @@ calls the factory of a :class:`trivet.registry.Provider` as ``factory(context, o
 an object any way and hand it to ``Engine(config, plugins=[...])``; either way the engine then calls the role's
 ``bind``/``configure``/``load``."""
 
-from trivet.roles.attention import Attention, AttentionMetadata
+from trivet.roles.attention import Attention, AttentionExtras, AttentionMetadata
 from trivet.roles.base import CARDINALITY, ROLE_SIDES, Cardinality, Role, Side
 from trivet.roles.cache import Allocation, Cache, CacheHit, CacheRequirements, CacheStats
 from trivet.roles.cache_tier import CacheTier
@@ -17,7 +17,7 @@ from trivet.roles.grammar import Grammar, Matcher
 from trivet.roles.kv import AttentionSupport, KVGroup, KVLayout, KVStorage, LayerKVSpec
 from trivet.roles.logits_processor import LogitsProcessor
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
-from trivet.roles.quantization import Quantization
+from trivet.roles.quantization import Quantization, StoredLinear
 from trivet.roles.runner import Runner, WorkerInfo
 from trivet.roles.sampler import Sampled, Sampler, SampleRows
 from trivet.roles.scheduler import ScheduleInputs, Scheduler, SchedulerLimits, Wait
@@ -50,6 +50,7 @@ __all__ = [
     "ROLE_SIDES",
     "Allocation",
     "Attention",
+    "AttentionExtras",
     "AttentionMetadata",
     "AttentionSupport",
     "Cache",
@@ -88,6 +89,7 @@ __all__ = [
     "Scheduler",
     "SchedulerLimits",
     "Side",
+    "StoredLinear",
     "Tokenizer",
     "TransferReport",
     "TransferWorker",

@@ -37,6 +37,19 @@ class AttentionMetadata:
     prepared: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionExtras:
+    """What the attention of few models takes. ``LayerKVSpec.needs`` names the fields that a layer will set, so that a
+    provider that does not know one refuses the layer at the start; the record can therefore grow."""
+
+    #: [num_heads] float32: a key ``d`` positions before the query gets ``-slope * d`` added to its score (ALiBi)
+    alibi_slopes: Any = None
+    #: scalars or [num_kv_heads] float32 by which stored keys and values are multiplied when they are read, and divided
+    #: before they are written (a cache narrower than the model)
+    key_scale: Any = None
+    value_scale: Any = None
+
+
 class Attention(Role):
     """Paged attention for a mixed batch: prefill chunks, decodes and verified drafts in one call per layer."""
 
@@ -48,14 +61,15 @@ class Attention(Role):
 
     @abstractmethod
     def allocate(self, layout: KVLayout) -> None:
-        """Allocate the storage of every layer; called once."""
+        """Allocate the storage of every layer. Called again (after a trial on a small layout) it replaces everything."""
 
     @abstractmethod
     def kv(self, layer: int) -> tuple[Any, Any]:
         """The key and value storage of a layer, ``[num_blocks, block_size, num_kv_heads, head_dim]`` views."""
 
     def prepare(self, meta: AttentionMetadata) -> None:
-        """Called once per step and group before the first layer; may set ``meta.prepared``."""
+        """Called once per step and group before the first layer; may set ``meta.prepared``. A runner that replays a
+        captured graph calls it in the model's stead."""
 
     @abstractmethod
     def forward(
@@ -70,6 +84,7 @@ class Attention(Role):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Any = None,
+        extras: AttentionExtras | None = None,
     ) -> Any:
         """Write ``key``/``value`` ``[T, num_kv_heads, head_dim]`` to the cache, then attend causally.
 

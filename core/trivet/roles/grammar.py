@@ -50,3 +50,7 @@ class Grammar(Role):
     def compile(self, params: Any, output_ids: Sequence[int]) -> Matcher:
         """A matcher that has accepted ``output_ids``. Runs off the loop, bounded in time and memory; raises with
         the reason."""
+
+    def cancel(self, params: Any) -> None:
+        """Nobody waits any longer for the :meth:`compile` under way that got this very ``params`` object: stop it if
+        that is possible. Called on the worker's step thread; what the compilation returns or raises is dropped."""

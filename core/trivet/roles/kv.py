@@ -31,6 +31,8 @@ class LayerKVSpec:
     dtype: str
     window: int | None = None
     v_head_dim: int | None = None  #: None: as ``head_dim``
+    #: fields of :class:`trivet.roles.AttentionExtras` that its attention calls pass
+    needs: tuple[str, ...] = ()
 
     @property
     def bytes_per_token(self) -> int:
@@ -40,7 +42,8 @@ class LayerKVSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSupport:
-    """What an attention provider can do for a :class:`LayerKVSpec`; ``problem`` says why it cannot."""
+    """What an attention provider can do for a :class:`LayerKVSpec`; ``problem`` says why it cannot, for example because
+    it does not know something that ``spec.needs`` names."""
 
     #: block sizes must be a multiple of this …
     block_size_multiple: int = 1

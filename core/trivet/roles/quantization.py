@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from trivet.roles.base import Role
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """A linear layer as its file holds it."""
+
+    name: str  #: the layer's name in the model, without ``.weight``
+    shape: tuple[int, int]  #: (out, in) of the matrix that the tensors stand for
+    stored: str  #: a dtype, or the type of GGUF's blocks
+    #: by suffix: ``weight`` (a tensor, or a raw array of GGUF blocks), ``bias``, and those of ``Quantization.suffixes``
+    tensors: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Quantization(Role):
     """Turns weights as stored into modules that multiply with them. Lives in the worker."""
 
     role: ClassVar[str] = "quantization"
+    #: suffixes of tensors that belong to a linear layer in this format, besides ``weight`` and ``bias``
+    suffixes: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def accepts(self, name: str, shape: tuple[int, ...], stored: str) -> bool:
@@ -19,5 +34,6 @@ class Quantization(Role):
         is to be quantised."""
 
     @abstractmethod
-    def linear(self, weight: Any, bias: Any) -> Any:
-        """A module that maps ``[..., in]`` to ``[..., out]``; ``weight`` is a tensor or a raw GGUF block array."""
+    def linear(self, parts: Sequence[StoredLinear]) -> Any:
+        """A module that maps ``[..., in]`` to ``[..., sum of out]``: the outputs of ``parts`` side by side. A fused
+        layer (query, key and value) has several, which may be stored in different types."""

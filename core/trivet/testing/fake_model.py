@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from trivet.plan import Int32
 from trivet.roles import (
     Attention,
+    AttentionExtras,
     AttentionMetadata,
     AttentionSupport,
     ForwardBatch,
@@ -105,8 +106,8 @@ class FakeAttention(Attention):
         self._store: dict[int, UInt64] = {}
 
     def support(self, spec: LayerKVSpec) -> AttentionSupport:
-        """Any block size."""
-        return AttentionSupport(dtypes=("int64",))
+        """Any block size, and nothing unusual."""
+        return AttentionSupport(dtypes=("int64",), problem=f"it does not know {spec.needs[0]}" if spec.needs else None)
 
     def allocate(self, layout: KVLayout) -> None:
         """Fill the storage with noise: memory that was never written must not matter."""
@@ -136,6 +137,7 @@ class FakeAttention(Attention):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Any = None,
+        extras: AttentionExtras | None = None,
     ) -> Any:
         """Write, then sum what each query may see."""
         store = self._store[layer]

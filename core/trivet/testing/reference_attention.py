@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trivet.roles import Attention, AttentionMetadata, AttentionSupport, KVLayout, LayerKVSpec
+from trivet.roles import Attention, AttentionExtras, AttentionMetadata, AttentionSupport, KVLayout, LayerKVSpec
 
 Float64 = NDArray[np.float64]
 
@@ -24,6 +24,8 @@ class ReferenceAttention(Attention):
     def support(self, spec: LayerKVSpec) -> AttentionSupport:
         """Any block size; full and sliding layers."""
         problem = None if spec.kind in {"full", "sliding"} else f"layers of kind {spec.kind!r} are not served"
+        if spec.needs:
+            problem = f"{', '.join(spec.needs)}: not known here"
         return AttentionSupport(dtypes=("float64", "float32"), problem=problem)
 
     def allocate(self, layout: KVLayout) -> None:
@@ -54,6 +56,7 @@ class ReferenceAttention(Attention):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Any = None,
+        extras: AttentionExtras | None = None,
     ) -> Any:
         """Write, then attend query by query."""
         keys, values = (part.reshape(-1, *part.shape[2:]) for part in self._kv[layer])

@@ -3,10 +3,11 @@ row."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +25,8 @@ class _Constrained:
     """A request with a grammar. ``future`` is None once the matcher exists, or compiling has failed."""
 
     request: NewRequest
-    future: Future[Matcher] | None = None
+    provider: Grammar | None = None
+    future: Future[tuple[Matcher, float]] | None = None
     matcher: Matcher | None = None
 
 
@@ -76,15 +78,16 @@ class GrammarPool:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="trivet-grammar")
         outputs = request.token_ids[request.num_prompt :].tolist()
-        future = self._pool.submit(provider.compile, request.params, outputs)
-        self._slots[request.slot] = _Constrained(request, future)
+        future = self._pool.submit(_compile, provider, request.params, outputs)
+        self._slots[request.slot] = _Constrained(request, provider, future)
 
     def remove(self, slot: int) -> None:
-        """The request in ``slot`` left; compiling that has not begun is cancelled, a result that comes later is
-        dropped."""
+        """The request in ``slot`` left; compiling that has not begun is cancelled, the provider is told of one that is
+        under way, a result that comes later is dropped."""
         entry = self._slots.pop(slot, None)
-        if entry is not None and entry.future is not None:
-            entry.future.cancel()
+        if entry is not None and entry.future is not None and not entry.future.cancel() and not entry.future.done():
+            assert entry.provider is not None
+            entry.provider.cancel(entry.request.params)
 
     def poll(self, timeout: float = 0.0) -> None:
         """Take over what has been compiled, after waiting up to ``timeout`` seconds for the first of it."""
@@ -194,12 +197,18 @@ class GrammarPool:
         if exc is not None:
             self._fail(request, _describe(exc))
             return
-        entry.matcher = future.result()
-        self._news.append(ConstraintStatus(request.slot, request.epoch, ConstraintState.READY))
+        entry.matcher, seconds = future.result()
+        self._news.append(ConstraintStatus(request.slot, request.epoch, ConstraintState.READY, seconds=seconds))
 
     def _fail(self, request: NewRequest, message: str) -> None:
         self._slots[request.slot] = _Constrained(request)
         self._news.append(ConstraintStatus(request.slot, request.epoch, ConstraintState.FAILED, message))
+
+
+def _compile(provider: Grammar, params: Any, output_ids: Sequence[int]) -> tuple[Matcher, float]:
+    started = time.perf_counter()
+    matcher = provider.compile(params, output_ids)
+    return matcher, time.perf_counter() - started
 
 
 def _describe(exc: BaseException) -> str:

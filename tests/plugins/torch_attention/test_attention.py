@@ -183,6 +183,15 @@ def test_what_it_cannot_serve_is_said() -> None:
         assert dtype in support.dtypes
     assert "fp8_e4m3" in (attention.support(spec(0, dtype="fp8_e4m3")).problem or "")
     assert "recurrent" in (attention.support(spec(3, kind="recurrent")).problem or "")
+    assert "alibi_slopes" in (attention.support(spec(0, needs=("alibi_slopes",))).problem or "")
+
+
+def test_another_layout_replaces_the_first() -> None:
+    attention = build([spec(0), spec(1)], [(0, 1)], [(0,), (1,)])
+    attention.allocate(KVLayout((spec(0),), (KVGroup(0, (0,), "full", 2),), (KVStorage((0,), 9),)))
+    assert attention.kv(0)[0].shape[:2] == (9, 2)
+    with pytest.raises(KeyError):
+        attention.kv(1)
 
 
 def test_too_large_a_cache_names_the_setting_to_change() -> None:
