@@ -13,12 +13,14 @@ import typer
 from trivet.launcher._tables import columns, heading
 from trivet.launcher.errors import FAILED, WRONG_INPUT, complain
 from trivet.launcher.options import JsonOption, OptionalConfig, SetOption, read_config
+from trivet.launcher.scaffold import new_plugin
 
 if TYPE_CHECKING:
     from trivet.registry import Catalog, PluginReport, Registry, RoleReport
     from trivet_schemas.config import EngineConfig
 
-plugins_app = typer.Typer(no_args_is_help=True, help="Show and check plugins.")
+plugins_app = typer.Typer(no_args_is_help=True, help="Show, check and start plugins.")
+plugins_app.command("new")(new_plugin)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A plugin or one of its providers.")]
 

@@ -78,7 +78,7 @@ class LogitsProcessorSuite(ArraySuite):
         if processor.keeps_argmax:
             moved = np.flatnonzero(found.argmax(axis=1) != kept.argmax(axis=1)).tolist()
             require(not moved, "keeps_argmax promises that the likeliest token stays", LogitsProcessor, rows=moved)
-        return np.array(found)
+        return np.array(found, np.float32)
 
     def enter(self, processor: LogitsProcessor, slot: int, request: _Request) -> None:
         """Tell the processor of a request in a slot."""
@@ -103,7 +103,9 @@ class LogitsProcessorSuite(ArraySuite):
             return np.asarray(given, np.float32)
         processor, single = self.built(), _Request(list(tokens), request.num_prompt, request.params, request.applies)
         self.enter(processor, 0, single)
-        return self.apply(processor, {0: single}, [Row(0, len(tokens) - request.num_prompt, logits[None])])[0]
+        row = Row(0, len(tokens) - request.num_prompt, logits[None])
+        found: Logits = self.apply(processor, {0: single}, [row])[0]
+        return found
 
     def requests(self, rng: Any) -> dict[int, _Request]:
         """A request per slot; every third does not want the processor, unless it applies to all."""
