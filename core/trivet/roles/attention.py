@@ -61,7 +61,7 @@ class Attention(Role):
 
     @abstractmethod
     def allocate(self, layout: KVLayout) -> None:
-        """Allocate the storage of every layer. Called again (after a trial on a small layout) it replaces everything."""
+        """Allocate the storage of every layer. Called again (after a trial on a small layout) it replaces all."""
 
     @abstractmethod
     def kv(self, layer: int) -> tuple[Any, Any]:
