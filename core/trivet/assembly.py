@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trivet.commit import Committer
@@ -118,6 +119,7 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
     )
     committer = Committer(table, cache, lifecycle, eos)
     context.table, context.planner, context.max_model_len = table, planner, max_model_len
+    context.layout, context.info, context.requests = layout, info, MappingProxyType(lifecycle.requests)
     cache.bind(context)
     scheduler.bind(context)
     hooks = registry.freeze()

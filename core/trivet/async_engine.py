@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from trivet.engine_thread import EngineThread
 from trivet.errors import EngineUnhealthyError, RequestError
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from trivet.state import Request
     from trivet_schemas.config import EngineConfig
     from trivet_schemas.prompts import PromptType
+
+
+_T = TypeVar("_T")
 
 
 class _Stream:
@@ -256,9 +259,13 @@ class AsyncEngine:
 
     async def explain(self, request_id: str) -> Wait | None:
         """Why a request does not advance, see :meth:`trivet.Engine.explain`."""
+        return await self.call(lambda engine: engine.explain(request_id))
+
+    async def call(self, function: Callable[[Engine], _T]) -> _T:
+        """What ``function`` returns, called with the engine on its thread between two steps; raises what it raises."""
         await self.check_health()
         assert self._thread is not None
-        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.explain(request_id)))
+        return await asyncio.wrap_future(self._thread.call(function))
 
     # ------------------------------------------------------------------ inside
 

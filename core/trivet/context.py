@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 from trivet.roles.base import Side
 
 if TYPE_CHECKING:
+    from trivet.hooks import HookStats
     from trivet.planner import Planner
+    from trivet.registry.plugin_set import PluginSet
+    from trivet.result import Reducer
     from trivet.roles.kv import KVLayout
-    from trivet.state import RequestTable
+    from trivet.roles.runner import WorkerInfo
+    from trivet.state import Request, RequestTable
     from trivet_schemas.config import EngineConfig
 
 
@@ -54,9 +58,9 @@ class Context(ABC):
         """The provider objects of a role with many providers, in configuration order."""
 
     @abstractmethod
-    def build(self, role: str, name: str, **options: Any) -> Any:
-        """A further instance of a provider with its own options (a drafter's second model); the caller shuts it
-        down."""
+    def build(self, role: str, name: str, *, config: EngineConfig | None = None, **options: Any) -> Any:
+        """A further instance of a provider with its own options, which the caller shuts down. ``config`` is what it
+        gets to see instead of the engine's: a drafter's second model is loaded from ``config.model``."""
 
     @abstractmethod
     def component(self, kind: str, name: str, **keywords: Any) -> Any:
@@ -72,9 +76,19 @@ class EngineContext(Context):
     :meth:`release`."""
 
     side = Side.ENGINE
+    #: set before ``Cache.bind`` and ``Scheduler.bind``
     table: RequestTable
     planner: Planner
     max_model_len: int
+    layout: KVLayout
+    #: what the workers said of themselves
+    info: WorkerInfo
+    #: unfinished requests by id, the oldest first; read-only
+    requests: Mapping[str, Request]
+    #: what hooks of both sides cost in this process, and how often they failed
+    hook_stats: HookStats
+    #: keywords of ``Registry.worker_context`` for a worker in another process: set before ``Executor.start``
+    worker_sizes: dict[str, int | None]
 
     @abstractmethod
     def hold(self, request_id: str, hold: Hold) -> None:
@@ -83,6 +97,20 @@ class EngineContext(Context):
     @abstractmethod
     def release(self, request_id: str, plugin: str, kind: str) -> None:
         """Take a hold back and wake the engine; may be called from any thread."""
+
+    @abstractmethod
+    def plugin_set(self) -> PluginSet:
+        """The plugins in use as plain data, from which ``Registry.from_plugin_set`` makes the same in a worker's
+        process. Raises :class:`trivet.errors.PluginError` naming every object that cannot be made anew."""
+
+    @abstractmethod
+    def worker_context(self, *, rank: int = 0, world_size: int = 1, device: str | None = None) -> WorkerContext:
+        """The context of a worker in this process, for executors; ``device`` None: the configuration's. The executor
+        ends it with :meth:`WorkerContext.shutdown_all`."""
+
+    @abstractmethod
+    def reducers(self) -> dict[str, Reducer]:
+        """By extension name, what joins the ranks' ``StepResult.extensions``: for ``reduce_results``."""
 
 
 class WorkerContext(Context):
@@ -109,3 +137,6 @@ class WorkerContext(Context):
     plan_extensions: Mapping[str, bytes]
     #: during a step: data of plugins for its result, by plugin name; joined over ranks by the provider's ``reducers``
     result_extensions: dict[str, bytes]
+
+    def shutdown_all(self) -> None:
+        """Shut down what was built here, last first; called by the executor that asked for the context."""

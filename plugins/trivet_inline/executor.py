@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trivet.roles.executor import Executor, PendingStep
 
 if TYPE_CHECKING:
+    from trivet.context import EngineContext, WorkerContext
     from trivet.plan import StepPlan
-    from trivet.registry import EngineContextImpl, WorkerContextImpl
     from trivet.result import StepResult
     from trivet.roles import KVLayout, Runner, WorkerInfo
 
@@ -39,9 +39,9 @@ class InlineExecutor(Executor):
     max_in_flight = 1
     token_feedback = False
 
-    def __init__(self, context: EngineContextImpl, options: object = None) -> None:
+    def __init__(self, context: EngineContext, options: object = None) -> None:
         self._context = context
-        self._worker: WorkerContextImpl | None = None
+        self._worker: WorkerContext | None = None
 
     def start(self) -> WorkerInfo:
         self._worker = self._context.worker_context(rank=0, world_size=1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from trivet.context import Context, EngineContext, Hold, WorkerContext
 from trivet.errors import PluginError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from trivet.registry.plugin_set import PluginSet
     from trivet.registry.registry import Registry
     from trivet.registry.selection import Choice
+    from trivet.result import Reducer
+    from trivet_schemas.config import EngineConfig
 
 #: roles that a side never holds; the others a side may build for itself (the engine validates with its own grammars)
 _APART = {
@@ -42,6 +45,7 @@ class _Built(Context):
         self._order: list[tuple[str, Any]] = []
         self._building: list[str] = []
         self._lock = threading.RLock()
+        self._own: Self = self
 
     def get(self, role: str) -> Any:
         """The provider object of a role that takes one, built on first use; None for an optional role without one."""
@@ -62,12 +66,17 @@ class _Built(Context):
         built = [self._instance(choice) for choice in self.registry.selection(role).choices]
         return tuple(instance for instance in built if instance is not None)
 
-    def build(self, role: str, name: str, **options: Any) -> Any:
+    def build(self, role: str, name: str, *, config: EngineConfig | None = None, **options: Any) -> Any:
         """A further instance with its own options, checked as those of the configuration; the caller shuts it down."""
         self._cardinality(role)
         choice = self.registry.choose(role, name, options)
         with self._lock:
-            return self._make(choice)
+            return (self if config is None else self._seen_with(config))._make(choice)
+
+    def _seen_with(self, config: EngineConfig) -> Self:
+        view = copy.copy(self)  # over the same instances, which are built with the engine's configuration
+        view.config = config
+        return view
 
     def component(self, kind: str, name: str, **keywords: Any) -> Any:
         """Make a component by ``(kind, name)`` of any plugin that is installed or was passed."""
@@ -111,7 +120,7 @@ class _Built(Context):
         key = id(choice)
         with self._lock:
             if key not in self._instances:
-                self._instances[key] = instance = self._make(choice)
+                self._instances[key] = instance = self._own._make(choice)
                 if instance is not None:
                     self._order.append((choice.offer.label, instance))
             return self._instances[key]
@@ -154,13 +163,14 @@ def _options_of(choice: Choice) -> Any:
 
 
 class EngineContextImpl(_Built, EngineContext):
-    """The engine's context. The engine sets ``table``, ``planner``, ``max_model_len``, ``on_hold``, ``on_release``."""
+    """The engine's context. The engine sets what :class:`trivet.context.EngineContext` declares, ``on_hold`` and
+    ``on_release``."""
 
     def __init__(self, registry: Registry) -> None:
         super().__init__(registry)
         self.on_hold: Callable[[str, Hold], None] | None = None
         self.on_release: Callable[[str, str, str], None] | None = None
-        #: keywords of :meth:`Registry.worker_context`, for executors whose workers are in other processes
+        self.hook_stats = registry.stats
         self.worker_sizes: dict[str, int | None] = {}
 
     def hold(self, request_id: str, hold: Hold) -> None:
@@ -193,6 +203,10 @@ class EngineContextImpl(_Built, EngineContext):
     def plugin_set(self) -> PluginSet:
         """See :meth:`Registry.plugin_set`."""
         return self.registry.plugin_set()
+
+    def reducers(self) -> dict[str, Reducer]:
+        """See :meth:`Registry.reducers`."""
+        return self.registry.reducers()
 
     def shutdown_all(self) -> None:
         """Shut down what was built, last first, then the embedder's objects that nobody asked for."""

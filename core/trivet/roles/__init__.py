@@ -12,7 +12,7 @@ from trivet.roles.cache_tier import CacheTier
 from trivet.roles.connector import Connector, ExternalHit, TransferReport, TransferWorker
 from trivet.roles.drafter import Drafter, DraftInputs, Drafts
 from trivet.roles.executor import Executor, PendingStep
-from trivet.roles.frontend import Frontend
+from trivet.roles.frontend import EngineClient, Frontend
 from trivet.roles.grammar import Grammar, Matcher
 from trivet.roles.kv import AttentionSupport, KVGroup, KVLayout, KVStorage, LayerKVSpec
 from trivet.roles.logits_processor import LogitsProcessor
@@ -64,6 +64,7 @@ __all__ = [
     "DraftInputs",
     "Drafter",
     "Drafts",
+    "EngineClient",
     "Executor",
     "ExternalHit",
     "ForwardBatch",

@@ -148,6 +148,15 @@ class TestBuilding:
         with pytest.raises(PluginError, match="unknown plugin 'ngrm' for role 'drafter'; did you mean 'ngram'?"):
             context.build("drafter", "ngrm")
 
+    def test_a_further_instance_may_see_another_configuration(self, world: Any) -> None:
+        context = setup(world, scheduler="Scheduler", cache="NeedsScheduler").engine_context
+        other = context.config.model_copy(update={"model": "draft"})
+        second = context.build("scheduler", "the_scheduler", config=other)
+        assert second.context.config.model == "draft"
+        dependent = context.build("cache", "the_cache", config=other)
+        assert dependent.scheduler is context.get("scheduler"), "what it asks for is the engine's own"
+        assert context.get("scheduler").context.config is context.config
+
     def test_a_provider_without_options_gets_an_empty_model(self, world: Any) -> None:
         assert setup(world, cache="Cache").engine_context.get("cache").options.model_dump() == {}
 
