@@ -99,13 +99,17 @@ class Committer:
         offsets, flat = result.accepted.offsets, result.accepted.values
         if len(offsets) != len(slots) + 1:
             raise ValueError(f"the result has {len(offsets) - 1} rows of accepted tokens, the plan has {len(slots)}")
-        counts = np.diff(offsets)
-        # Verified rows computed the KV of all drafts; that of the rejected ones is written over later.
-        rejected = np.where(plan.num_drafts > 0, np.maximum(plan.num_drafts - np.maximum(counts - 1, 0), 0), 0)
-        table.num_computed[slots[live]] -= rejected[live]
-        done = plan.num_computed + plan.num_scheduled - rejected
-        table.num_committed[slots[live]] = np.maximum(table.num_committed[slots[live]], done[live])
-        table.num_drafts[slots[live & (plan.num_drafts > 0)]] = 0
+        counts = result.accepted.lengths
+        done = plan.num_computed + plan.num_scheduled
+        going = slots[live]
+        verified = plan.num_drafts > 0
+        if verified.any():
+            # Verified rows computed the KV of all drafts; that of the rejected ones is written over later.
+            rejected = np.where(verified, np.maximum(plan.num_drafts - np.maximum(counts - 1, 0), 0), 0)
+            table.num_computed[going] -= rejected[live]
+            table.num_drafts[slots[live & verified]] = 0
+            done -= rejected
+        table.num_committed[going] = np.maximum(table.num_committed[going], done[live])
         if result.forced is not None:
             counts, flat = _joined(result.accepted, result.forced)
             offsets = np.zeros(len(counts) + 1, np.int32)
@@ -135,29 +139,36 @@ class Committer:
         sub, many = slots[rows], counts[rows]
         starts, index = spans(offsets[rows], many)
         tokens = flat[index]
-        row_of = np.repeat(np.arange(len(rows)), many)
-        position = table.num_known[sub][row_of] + (np.arange(len(tokens), dtype=np.int32) - starts[:-1][row_of])
-        after = position + 1
-        owner = sub[row_of]
-        stops = (table.stop_ids[owner] == tokens[:, None]).any(axis=1) & (after > table.min_total[owner])
-        last = stops | (after >= table.max_total[owner])
-        nth = np.arange(len(tokens), dtype=np.int32) - starts[:-1][row_of]
-        first = np.minimum.reduceat(np.where(last, nth, _NEVER), starts[:-1])
-        kept_rows = np.minimum(many, np.where(first == _NEVER, _NEVER, first + 1)).astype(np.int32)
-        keep = nth < kept_rows[row_of]
-        table.tokens[owner[keep], position[keep]] = tokens[keep]
-        table.num_known[sub] += kept_rows
-        kept[rows] = kept_rows
+        several = len(tokens) > len(rows)
+        nth = np.arange(len(tokens), dtype=np.int32) - np.repeat(starts[:-1], many) if several else 0
+        owner = np.repeat(sub, many) if several else sub
+        position = table.num_known[owner] + nth
+        stops = (table.stop_ids[owner] == tokens[:, None]).any(axis=1) & (position >= table.min_total[owner])
+        last = stops | (position >= table.max_total[owner] - 1)
+        ending = np.flatnonzero(last)
+        if several and len(ending):
+            # Tokens behind a row's first end are cut off.
+            first = np.minimum.reduceat(np.where(last, nth, _NEVER), starts[:-1])
+            length = np.minimum(many, np.where(first == _NEVER, _NEVER, first + 1)).astype(np.int32)
+            keep = nth < np.repeat(length, many)
+            ending = ending[keep[ending]]
+            owner, position, kept_tokens = owner[keep], position[keep], tokens[keep]
+        else:
+            length, kept_tokens = many, tokens
+        table.tokens[owner, position] = kept_tokens
+        table.num_known[sub] += length
+        kept[rows] = length
         out = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(kept_rows, out=out[1:])
-        events.tokens = Ragged(out, tokens[keep])
-        events.requests = [table.requests[s] for s in sub.tolist()]
+        np.cumsum(length, out=out[1:])
+        events.tokens = Ragged(out, kept_tokens)
+        requests = table.requests
+        events.requests = [requests[s] for s in sub.tolist()]
         self._first_tokens(sub, events.requests)
         ends: list[_End] = []
-        for i in np.flatnonzero(first != _NEVER).tolist():
-            at = starts[i] + first[i]
+        for at in ending.tolist():
+            i = int(np.searchsorted(starts, at, side="right")) - 1
             token = int(tokens[at]) if stops[at] else None
-            ends.append(_End(events.requests[i], token, whole=bool(kept_rows[i] == many[i])))
+            ends.append(_End(events.requests[i], token, whole=bool(length[i] == many[i])))
         return kept, ends
 
     def _require_progress(self, plan: StepPlan, result: StepResult, live: Bool) -> None:

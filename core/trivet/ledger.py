@@ -11,6 +11,7 @@ import numpy as np
 
 from trivet.plan import Int32
 from trivet.roles.cache import CacheStats
+from trivet.rows import spans
 
 
 class BlockLedger:
@@ -32,6 +33,14 @@ class BlockLedger:
         self.table[slot, start : start + len(blocks)] = blocks
         self.length[slot] = start + len(blocks)
         np.add.at(self._used, np.asarray(blocks, np.int32), 1)
+
+    def append_rows(self, slots: Int32, counts: Int32, blocks: Int32) -> None:
+        """Put ``counts[i]`` blocks that nobody has at the end of the table of ``slots[i]``, in the order of
+        ``blocks``."""
+        _, columns = spans(self.length[slots], counts)
+        self.table[np.repeat(slots, counts), columns] = blocks
+        self.length[slots] += counts
+        self._used[blocks] += 1
 
     def blocks(self, slot: int) -> Int32:
         """``[n]`` a copy of a table."""

@@ -80,7 +80,7 @@ class Ragged:
     @property
     def lengths(self) -> Int32:
         """``[rows]`` number of values in each row."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

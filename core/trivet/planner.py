@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from trivet.roles import Allocation, Cache, Connector, ScheduleInputs
 
 
+_LAST, _DEVICE = np.uint8(LogitsRows.LAST), np.uint8(InputSource.DEVICE)  # their opposites are 0
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """What came of an attempt to admit. ``num_tokens`` are scheduled in this plan; 0 with ``ok``: admitted, but
@@ -233,7 +236,7 @@ class Planner:
         plan.tokens = gather_tokens(t.tokens, rows.slots, t.num_sent[rows.slots], t.num_known[rows.slots])
         t.num_sent[rows.slots] = t.num_known[rows.slots]
         self._add_drafts(plan)
-        plan.draft_k = np.where(plan.samples, self._wanted_drafts(rows.slots), 0).astype(np.int32)
+        plan.draft_k = self._wanted_drafts(rows.slots) * plan.samples
         plan.adapter = t.adapter[rows.slots]
         # A copy: the indices of adapters that no slot uses are given to others.
         plan.adapters = life.adapters.copy() if life.adapters and bool((plan.adapter >= 0).any()) else []
@@ -313,22 +316,26 @@ class Planner:
 
     def _take(self, slots: Int32, counts: Int32) -> None:
         t = self.table
-        known, drawn, drafts = t.num_known[slots], t.num_placeholders[slots], t.num_drafts[slots]
-        before = t.num_computed[slots].copy()
+        drawn, drafts = t.num_placeholders[slots], t.num_drafts[slots]
+        before = t.num_computed[slots]
         after = before + counts
-        base = known + drawn
-        used = np.clip(after - base, 0, drafts).astype(np.int32)
+        base = t.num_known[slots] + drawn
         complete = after >= base
         pooled = t.pooled[slots]
         samples = complete & ~pooled
-        logits = np.where(samples, np.where(used > 0, LogitsRows.DRAFTS, LogitsRows.LAST), LogitsRows.NONE).astype(
-            np.uint8
-        )
-        # The logits at position p are about token p + 1, so the prompt's last position only matters if it samples.
-        logits[t.prompt_logprobs[slots] & (before < t.num_prompt[slots] - 1)] = LogitsRows.PROMPT
-        source = np.where((drawn > 0) & (after >= base), InputSource.DEVICE, InputSource.KNOWN).astype(np.uint8)
+        logits = samples * _LAST
+        if drafts.any():
+            used = np.minimum(np.maximum(after - base, 0), drafts)
+            t.num_drafts[slots] = used
+            logits[samples & (used > 0)] = LogitsRows.DRAFTS
+        else:
+            used = drafts
+        prompts = t.prompt_logprobs[slots]
+        if prompts.any():
+            # The logits at position p are about token p + 1: the prompt's last position only matters if it samples.
+            logits[prompts & (before < t.num_prompt[slots] - 1)] = LogitsRows.PROMPT
+        source = ((drawn > 0) & complete) * _DEVICE
         t.num_computed[slots] = after
-        t.num_drafts[slots] = used
         t.num_placeholders[slots] += samples
         t.in_flight[slots] += 1
         self._planned[slots] = True
@@ -338,7 +345,8 @@ class Planner:
         t = self.table
         # One token is drawn in any case, and a draft beyond the last possible token is work for nothing.
         room = t.max_total[slots] - t.num_known[slots] - t.num_placeholders[slots] - 1
-        return np.clip(t.draft_k[slots], 0, np.maximum(room, 0))
+        wanted: Int32 = np.minimum(t.draft_k[slots], np.maximum(room, 0))
+        return wanted
 
     def _add_drafts(self, plan: StepPlan) -> None:
         t = self.table

@@ -49,17 +49,16 @@ class PagedCache(Cache):
         """See :meth:`Cache.extend`; rows that need no block cost no Python."""
         ledger, free = self._ledger, self._free
         missing = -(-totals // self.block_size) - ledger.length[slots]
-        out_slots: list[int] = []
-        out_blocks: list[int] = []
-        for row in np.flatnonzero(missing > 0).tolist():
-            count, slot = int(missing[row]), int(slots[row])
-            if count > len(free):
-                return Allocation(row, [out_slots], [out_blocks])
-            blocks = [free.popleft() for _ in range(count)]
-            ledger.append(slot, blocks)
-            out_slots += [slot] * count
-            out_blocks += blocks
-        return Allocation(len(slots), [out_slots], [out_blocks])
+        rows = np.flatnonzero(missing > 0)
+        if not len(rows):
+            return Allocation(len(slots), [[]], [[]])
+        counts = missing[rows]
+        fitting = int(np.searchsorted(counts.cumsum(), len(free), side="right"))
+        done = len(slots) if fitting == len(rows) else int(rows[fitting])
+        taken, counts = slots[rows[:fitting]], counts[:fitting]
+        blocks = [free.popleft() for _ in range(int(counts.sum()))]
+        ledger.append_rows(taken, counts, np.array(blocks, np.int32))
+        return Allocation(done, [np.repeat(taken, counts).tolist()], [blocks])
 
     def tables(self, slot: int) -> list[Int32]:
         """See :meth:`Cache.tables`."""
