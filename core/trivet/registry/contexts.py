@@ -45,7 +45,7 @@ class _Built(Context):
         self._order: list[tuple[str, Any]] = []
         self._building: list[str] = []
         self._lock = threading.RLock()
-        self._own: Self = self
+        self._own: _Built = self
 
     def get(self, role: str) -> Any:
         """The provider object of a role that takes one, built on first use; None for an optional role without one."""
