@@ -95,11 +95,12 @@ def trivet_schedule(inputs: ScheduleInputs) -> StepPlan:  # type: ignore[empty-b
 
     Before ``yield`` a wrapper may change ``inputs.token_budget``, ``inputs.max_num_seqs`` and ``inputs.holds``;
     after it, it reads the plan and must return that very plan, which is read-only because blocks have been
-    allocated for it.
+    allocated for it. Only to ``plan.extensions`` it may add, under its plugin's name: the worker's side finds that in
+    ``context.plan_extensions`` if the plan is sent (one that asks nothing of the workers is not).
 
     Fires: once per step. Default: the scheduler's ``schedule``, called without pluggy when nothing wraps. Order:
-    pluggy's: ``tryfirst`` outermost, then the later registered. Mutability: ``inputs`` before ``yield``. Thread:
-    engine. Hot path: step. An exception leaves the state suspect: every request ends with it and the engine turns
+    pluggy's: ``tryfirst`` outermost, then the later registered. Mutability: ``inputs`` before ``yield``,
+    ``plan.extensions`` after it. Thread: engine. Hot path: step. An exception leaves the state suspect: every request ends with it and the engine turns
     unhealthy."""
 
 

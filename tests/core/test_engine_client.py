@@ -1,4 +1,4 @@
-"""``AsyncEngine`` as front ends see it: the calls of ``EngineClient``, and what only an engine in this process offers."""
+"""``AsyncEngine`` as front ends see it: the calls of ``EngineClient``, and what only an engine nearby offers."""
 
 from __future__ import annotations
 

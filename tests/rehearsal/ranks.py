@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pipe import PipeExecutor, PipeOptions, _Pending
@@ -22,8 +23,6 @@ class _Both:
 
     def result(self) -> StepResult:
         results = [p.result() for p in self._pending]
-        for rank, result in enumerate(results):
-            result.extensions["rank"] = bytes([rank + 1])
         self._quorum.settle(results)
         return reduce_results(results, self._reducers)
 
@@ -33,10 +32,12 @@ class TwoRanks(Executor):
 
     def __init__(self, context: Any, options: Any) -> None:
         self._workers = [PipeExecutor(context, PipeOptions()) for _ in range(2)]
+        self._context = context
         self._quorum = TransferQuorum(2)
 
     def start(self) -> WorkerInfo:
         first, _ = [w.start() for w in self._workers]
+        self._reducers = self._context.reducers()
         return first
 
     def configure_cache(self, layout: KVLayout) -> None:
@@ -44,7 +45,7 @@ class TwoRanks(Executor):
             worker.configure_cache(layout)
 
     def submit(self, plan: StepPlan) -> _Both:
-        return _Both([w.submit(plan) for w in self._workers], self._quorum, {"rank": b"".join})
+        return _Both([w.submit(plan) for w in self._workers], self._quorum, self._reducers)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return [w.call(method, *args)[0] for w in self._workers]
@@ -54,6 +55,11 @@ class TwoRanks(Executor):
             worker.shutdown()
 
 
+def join(parts: Sequence[bytes]) -> bytes:
+    """The reducer of the extension ``rank``."""
+    return b"".join(parts)
+
+
 @hookimpl
 def trivet_providers() -> list[Provider]:
-    return [Provider("executor", "two_ranks", "ranks:TwoRanks")]
+    return [Provider("executor", "two_ranks", "ranks:TwoRanks", reducers={"rank": "ranks:join"})]

@@ -8,6 +8,7 @@ import caches
 import draft_model
 import drafting
 import grammars
+import messages
 import numpy as np
 import pytest
 import ranks
@@ -188,13 +189,31 @@ def test_delayed_free(work: Any, depth: int) -> None:
         assert e.context.get("connector").stored == len(work)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("fails", [False, True], ids=["stored", "failed"])
+def test_a_cache_that_stores_while_requests_run(work: Any, depth: int, fails: bool) -> None:
+    """A store that fails costs the tier a block and no request anything."""
+    connector = {"use": "shelf", "load": False, "steps": 2, "store_fails": fails}
+    cache = {"use": "storing", "block_size": 4}
+    with engine(caches, transfers, connector=connector, cache=cache, depth=depth) as e:
+        submit(e, work)
+        done = run(e)
+        expect(done, work)
+        assert all(r.num_recomputed_tokens == 0 for r in done.values())
+        long_enough = sum(len(prompt) + count > 4 for prompt, count in work.values())
+        assert e.parts.cache.ended == [not fails] * long_enough
+
+
 def test_results_reduced_over_ranks(work: Any) -> None:
-    with engine(ranks, transfers, executor={"use": "two_ranks"}, connector={"use": "shelf"}) as e:
+    with engine(ranks, transfers, messages, executor={"use": "two_ranks"}, connector={"use": "shelf"}) as e:
         submit(e, work)
         seen = []
-        e.hooks.commit, commit = lambda p, r: seen.append(r.extensions["rank"]) or commit(p, r), e.hooks.commit
+        e.hooks.commit, commit = lambda p, r: seen.append((p, r.extensions)) or commit(p, r), e.hooks.commit
         expect(run(e), work)
-        assert set(seen) == {b"\1\2"}, "the declared reducer joined both ranks' extensions"
+        assert any(plan.num_rows for plan, _ in seen)
+        for plan, extensions in seen:
+            answer = plan.step_id.to_bytes(4, "little") * 2 if plan.num_rows else None
+            assert extensions.get("rank") == answer, "the declared reducer joined what both ranks answered"
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 5])
