@@ -100,8 +100,8 @@ def trivet_schedule(inputs: ScheduleInputs) -> StepPlan:  # type: ignore[empty-b
 
     Fires: once per step. Default: the scheduler's ``schedule``, called without pluggy when nothing wraps. Order:
     pluggy's: ``tryfirst`` outermost, then the later registered. Mutability: ``inputs`` before ``yield``,
-    ``plan.extensions`` after it. Thread: engine. Hot path: step. An exception leaves the state suspect: every request ends with it and the engine turns
-    unhealthy."""
+    ``plan.extensions`` after it. Thread: engine. Hot path: step. An exception leaves the state suspect: every request
+    ends with it and the engine turns unhealthy."""
 
 
 @hookspec(firstresult=True)

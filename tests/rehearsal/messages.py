@@ -1,4 +1,4 @@
-"""An extension whose two halves talk through plans and results: the engine's numbers every plan, each worker answers."""
+"""An extension whose two halves talk through plans and results: the engine's numbers plans, each worker answers."""
 
 from __future__ import annotations
 
