@@ -45,7 +45,7 @@ class Lifecycle:
         self.adapters: list[str] = []
         self._last_submitted = -1
         self._leases: deque[tuple[int, int]] = deque()  # (step, lease): free once that step is committed
-        self._transfers: dict[int, tuple[Transfer, int]] = {}
+        self._transfers: dict[int, tuple[Transfer, int, bool]] = {}  # with lease, and whether it is a store
         self._next_transfer = 0
         self._loads: list[Transfer] = []
         self._stores: list[Transfer] = []
@@ -252,7 +252,7 @@ class Lifecycle:
 
     def live(self, key: NewRequest | Transfer) -> bool:
         """Whether the admission that ``key`` names still has its slot."""
-        return bool(self.table.epoch[key.slot] == key.epoch)
+        return key.slot >= 0 and bool(self.table.epoch[key.slot] == key.epoch)
 
     def take_preempted(self) -> tuple[Int32, Int64]:
         """Slots and epochs to report to the workers, once."""
@@ -297,15 +297,19 @@ class Lifecycle:
 
     def start_load(self, request: Request, load: Transfer) -> None:
         """Number a load, lease its blocks, hold the request unless the load is part of the step."""
-        self._start(load, self._loads)
+        self._start(load, self._loads, store=False)
         if not load.blocking:
             detail = f"{load.num_tokens} tokens are being loaded through {load.endpoint}"
             self.hold(request, Hold("transfer", "core", detail, time.monotonic()))
 
-    def _start(self, transfer: Transfer, queue: list[Transfer]) -> None:
+    def start_store(self, store: Transfer) -> None:
+        """Number a store and lease its blocks."""
+        self._start(store, self._stores, store=True)
+
+    def _start(self, transfer: Transfer, queue: list[Transfer], *, store: bool) -> None:
         self._next_transfer += 1
         transfer.transfer_id = self._next_transfer
-        self._transfers[transfer.transfer_id] = (transfer, self.cache.lease(transfer.blocks))
+        self._transfers[transfer.transfer_id] = (transfer, self.cache.lease(transfer.blocks), store)
         queue.append(transfer)
 
     def _store_finished(self, request: Request, slot: int) -> None:
@@ -317,7 +321,7 @@ class Lifecycle:
         blocks = [t[: -(-hit.num_tokens // size)] for t, size in zip(tables, self._block_sizes, strict=True)]
         endpoint = self._connector.endpoint
         store = Transfer(-1, endpoint, slot, request.epoch, 0, hit.num_tokens, blocks, hit.keys, payload=hit.payload)
-        self._start(store, self._stores)
+        self.start_store(store)
 
     def end_transfers(self, finished: Int64, failed: Int64, invalid: Sequence[Int32]) -> set[int]:
         """Take over the workers' report; returns the slots whose computed tokens were rewound."""
@@ -325,16 +329,18 @@ class Lifecycle:
         for transfer_id in finished.tolist() + failed.tolist():
             if transfer_id not in self._transfers:
                 continue
-            transfer, lease = self._transfers.pop(transfer_id)
+            transfer, lease, is_store = self._transfers.pop(transfer_id)
             self.cache.settle(lease)
-            if not self.live(transfer):
+            self.cache.transfer_ended(transfer, ok=transfer_id not in failed)
+            if is_store or not self.live(transfer):
                 continue
             request = self.table.requests[transfer.slot]
             assert request is not None
             slot = transfer.slot
             if transfer_id in failed:
                 self._rewind(slot, self._valid_until(transfer, invalid), rewound)
-            if any(t.slot == slot and t.epoch == transfer.epoch for t, _ in self._transfers.values()):
+            same = (slot, transfer.epoch)
+            if any((t.slot, t.epoch) == same and not stores for t, _, stores in self._transfers.values()):
                 continue
             # What is computed by a step in flight is committed with that step.
             if not self.table.in_flight[slot]:

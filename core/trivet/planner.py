@@ -222,6 +222,8 @@ class Planner:
         plan = StepPlan(step_id=self._step)
         plan.preempted, plan.preempted_epochs = life.take_preempted()
         plan.finished, plan.finished_epochs = life.take_finished()
+        for store in self.cache.take_stores():
+            life.start_store(store)
         plan.loads, plan.stores = life.take_transfers()
         plan.slots, plan.epochs = rows.slots, t.epoch[rows.slots]
         plan.num_computed, plan.num_scheduled, plan.num_drafts = rows.computed, rows.scheduled, rows.drafts

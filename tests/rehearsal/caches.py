@@ -9,6 +9,7 @@ import numpy as np
 
 from trivet.events import BlocksEvicted, BlocksStored
 from trivet.hookspecs import hookimpl
+from trivet.plan import Transfer
 from trivet.provider import Provider
 from trivet.roles import Allocation, CacheHit, CacheStats, KVGroup, KVLayout
 from trivet_paged.cache import PagedCache
@@ -134,6 +135,36 @@ def _affordable(cache: PagedCache, slots: Any, totals: Any) -> int:
     return int((missing.cumsum() <= len(cache._free)).sum())
 
 
+class StoringCache(PagedCache):
+    """Stores the first block of every request as soon as it is final, and keeps it until it is stored."""
+
+    wants_commits = True
+
+    def bind(self, context: Any) -> None:
+        self._table, self._seen, self._stores = context.table, set(), []
+        self._kept: dict[int, int] = {}
+        self.ended: list[bool] = []
+
+    def commit(self, slots: Any, num_tokens: Any) -> None:
+        for slot, count in zip(slots.tolist(), num_tokens.tolist(), strict=True):
+            epoch = int(self._table.epoch[slot])
+            if count >= self.block_size and epoch not in self._seen:
+                self._seen.add(epoch)
+                blocks = self._ledger.blocks(slot)[:1]
+                named = (slot, epoch) if epoch % 2 else (-1, -1)  # a tier's blocks need not be one request's
+                store = Transfer(-1, "shelf", *named, 0, self.block_size, [blocks])
+                self._kept[id(store)] = self._ledger.lease(blocks.tolist())
+                self._stores.append(store)
+
+    def take_stores(self) -> list[Transfer]:
+        stores, self._stores = self._stores, []
+        return stores
+
+    def transfer_ended(self, transfer: Transfer, *, ok: bool) -> None:
+        self.settle(self._kept.pop(id(transfer)))
+        self.ended.append(ok)
+
+
 def _only(need: Any, specs: Any) -> Any:
     from dataclasses import replace
 
@@ -146,5 +177,6 @@ def trivet_providers() -> list[Provider]:
     return [
         Provider("cache", "two_groups", "caches:TwoGroupCache", options),
         Provider("cache", "forking", "caches:ForkingCache", options),
+        Provider("cache", "storing", "caches:StoringCache", options),
         Provider("cache", "tagged", "caches:TaggedCache", options),
     ]

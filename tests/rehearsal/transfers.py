@@ -25,6 +25,8 @@ class ShelfOptions(Options):
     """Blocks of a load that arrive; the rest is reported invalid."""
     load: bool = True
     """Whether prompts are loaded at all."""
+    store_fails: bool = False
+    """Whether stores end badly."""
     store: bool = False
     """Whether finished requests are stored."""
 
@@ -70,7 +72,8 @@ class ShelfWorker(TransferWorker):
             entry[0] -= 1
         for _, transfer, store in [e for e in self._under_way if e[0] < 0]:
             bad = [] if store else self._load(transfer)
-            (report.failed if bad else report.finished).append(transfer.transfer_id)
+            failed = self._options.store_fails if store else bool(bad)
+            (report.failed if failed else report.finished).append(transfer.transfer_id)
             report.invalid_blocks[0] += bad
         self._under_way = [e for e in self._under_way if e[0] >= 0]
         return report

@@ -143,6 +143,16 @@ class Cache(Role):
         ``trivet_blocks_evicted``. Called after every commit when :attr:`has_events` is set."""
         return [], []
 
+    def take_stores(self) -> list[Transfer]:
+        """Stores to tiers that fell due since the last call; asked once per plan. ``transfer_id`` is set by the core;
+        ``slot`` and ``epoch`` are -1 unless the blocks are of one request. The cache keeps the blocks from reuse until
+        :meth:`transfer_ended`, since it knows of the store before the core does."""
+        return []
+
+    def transfer_ended(self, transfer: Transfer, *, ok: bool) -> None:
+        """A load or store, also a connector's, ended on every worker; the core's lease is settled. Tells a cache when a
+        tier has a block."""
+
     @abstractmethod
     def reset(self) -> bool:
         """Forget all cached content; False (and no change) while blocks are in use."""
