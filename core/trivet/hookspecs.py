@@ -153,8 +153,8 @@ def trivet_sample(logits: Any, rows: SampleRows) -> Sampled:  # type: ignore[emp
 def trivet_draft(inputs: DraftInputs) -> Drafts:  # type: ignore[empty-body]
     """Propose tokens for the next step. Implemented by the core with the selected drafter; plugins may only wrap it.
 
-    Fires: once per step when a drafter is selected and a row wants proposals. Default: the drafter's ``propose``.
-    Order: pluggy's. Mutability: the proposals after ``yield``. Thread: the worker's. Hot path: step. Faults: as
+    Fires: once per step in which a row wants proposals, or a drafter follows every step. Default: the drafters'
+    ``propose``, each asked for the rows of its requests. Order: pluggy's. Mutability: the proposals after ``yield``. Thread: the worker's. Hot path: step. Faults: as
     ``trivet_forward``."""
 
 
@@ -182,7 +182,7 @@ def trivet_engine_stopped(reason: str) -> None:
 def trivet_requests_added(event: RequestsAdded) -> None:
     """Requests were accepted and queued, those since the last call at once.
 
-    Fires: at most once per step, before scheduling. Default: nothing. Order: registration. Mutability: none.
+    Fires: before scheduling, and before the end of a request is told that nobody was told of. Default: nothing. Order: registration. Mutability: none.
     Thread: engine. Hot path: event.
     """
 
@@ -191,7 +191,7 @@ def trivet_requests_added(event: RequestsAdded) -> None:
 def trivet_requests_finished(event: RequestsFinished) -> None:
     """Requests ended, with reasons and figures, those since the last call at once.
 
-    Fires: at most once per step, after commit. Default: nothing. Order: registration. Mutability: none.
+    Fires: at most once per step, at its end, and at the shutdown. Default: nothing. Order: registration. Mutability: none.
     Thread: engine. Hot path: event.
     """
 
@@ -206,17 +206,17 @@ def trivet_step_finished(event: StepFinished) -> None:
 
 @hookspec
 def trivet_blocks_stored(event: BlocksStored) -> None:
-    """Full blocks became findable in the prefix cache (or a tier), those of a step at once.
+    """Full blocks became findable in the prefix cache (or a tier), those of a step and KV group at once.
 
-    Fires: at most once per step. Default: nothing. Order: registration. Mutability: none. Thread: engine. Hot path:
+    Fires: after a commit, as often as ``Cache.take_events`` lists events, once per KV group. Default: nothing. Order: registration. Mutability: none. Thread: engine. Hot path:
     event."""
 
 
 @hookspec
 def trivet_blocks_evicted(event: BlocksEvicted) -> None:
-    """Blocks can no longer be found: evicted, or everything was cleared, those of a step at once.
+    """Blocks can no longer be found: evicted, or everything was cleared, those of a step and KV group at once.
 
-    Fires: at most once per step. Default: nothing. Order: registration. Mutability: none. Thread: engine. Hot path:
+    Fires: as ``trivet_blocks_stored``, and before it. Default: nothing. Order: registration. Mutability: none. Thread: engine. Hot path:
     event."""
 
 
