@@ -154,8 +154,8 @@ def trivet_draft(inputs: DraftInputs) -> Drafts:  # type: ignore[empty-body]
     """Propose tokens for the next step. Implemented by the core with the selected drafter; plugins may only wrap it.
 
     Fires: once per step in which a row wants proposals, or a drafter follows every step. Default: the drafters'
-    ``propose``, each asked for the rows of its requests. Order: pluggy's. Mutability: the proposals after ``yield``. Thread: the worker's. Hot path: step. Faults: as
-    ``trivet_forward``."""
+    ``propose``, each asked for the rows of its requests. Order: pluggy's. Mutability: the proposals after
+    ``yield``. Thread: the worker's. Hot path: step. Faults: as ``trivet_forward``."""
 
 
 # ---------------------------------------------------------------- observer hooks: engine side
@@ -182,8 +182,8 @@ def trivet_engine_stopped(reason: str) -> None:
 def trivet_requests_added(event: RequestsAdded) -> None:
     """Requests were accepted and queued, those since the last call at once.
 
-    Fires: before scheduling, and before the end of a request is told that nobody was told of. Default: nothing. Order: registration. Mutability: none.
-    Thread: engine. Hot path: event.
+    Fires: before scheduling, and before the end of a request is told that nobody was told of. Default: nothing.
+    Order: registration. Mutability: none. Thread: engine. Hot path: event.
     """
 
 
@@ -191,8 +191,8 @@ def trivet_requests_added(event: RequestsAdded) -> None:
 def trivet_requests_finished(event: RequestsFinished) -> None:
     """Requests ended, with reasons and figures, those since the last call at once.
 
-    Fires: at most once per step, at its end, and at the shutdown. Default: nothing. Order: registration. Mutability: none.
-    Thread: engine. Hot path: event.
+    Fires: at most once per step, at its end, and at the shutdown. Default: nothing. Order: registration.
+    Mutability: none. Thread: engine. Hot path: event.
     """
 
 
@@ -208,16 +208,16 @@ def trivet_step_finished(event: StepFinished) -> None:
 def trivet_blocks_stored(event: BlocksStored) -> None:
     """Full blocks became findable in the prefix cache (or a tier), those of a step and KV group at once.
 
-    Fires: after a commit, as often as ``Cache.take_events`` lists events, once per KV group. Default: nothing. Order: registration. Mutability: none. Thread: engine. Hot path:
-    event."""
+    Fires: after a commit, as often as ``Cache.take_events`` lists events, once per KV group. Default: nothing.
+    Order: registration. Mutability: none. Thread: engine. Hot path: event."""
 
 
 @hookspec
 def trivet_blocks_evicted(event: BlocksEvicted) -> None:
     """Blocks can no longer be found: evicted, or everything was cleared, those of a step and KV group at once.
 
-    Fires: as ``trivet_blocks_stored``, and before it. Default: nothing. Order: registration. Mutability: none. Thread: engine. Hot path:
-    event."""
+    Fires: as ``trivet_blocks_stored``, and before it. Default: nothing. Order: registration. Mutability: none.
+    Thread: engine. Hot path: event."""
 
 
 PROVIDER_HOOKS = ("trivet_add_hookspecs", "trivet_providers", "trivet_components", "trivet_extend")
