@@ -12,9 +12,9 @@ from trivet.admission import Admissions
 from trivet.assembly import Parts, assemble
 from trivet.errors import RequestError
 from trivet.events import CommitEvents, StepFinished
-from trivet.faults import Faults
+from trivet.faults import Faults, Flying
 from trivet.plan import StepPlan
-from trivet.roles import PendingStep, ScheduleInputs, Wait
+from trivet.roles import ScheduleInputs, Wait
 
 if TYPE_CHECKING:
     from trivet.state import Request
@@ -32,7 +32,7 @@ class Engine:
         self.tokenizer, self.max_model_len, self.table = p.tokenizer, p.max_model_len, p.table
         self._admissions = Admissions(p)
         self._faults = Faults(p)
-        self._flying: deque[tuple[StepPlan, PendingStep, float]] = deque()
+        self._flying: Flying = deque()
         self._wake = threading.Event()
         p.wake = self._wake.set
         self._step_id = 0
@@ -48,10 +48,10 @@ class Engine:
         self._admissions.tell()
         while len(self._flying) < depth and self._faults.healthy:
             plan, seconds = self._schedule()
-            if plan is None or not self._send(plan, seconds):
+            if plan is None or not self._faults.send(plan, seconds, self._flying):
                 break
         if self._flying:
-            events = self._settle(*self._flying.popleft())
+            events = self._settle()
         else:
             events = CommitEvents(self._step_id)
             if not life.ended and self.has_work and self._wake.wait(_IDLE_SECONDS):
@@ -74,15 +74,11 @@ class Engine:
             life.unsent(plan)
         return None, 0.0
 
-    def _send(self, plan: StepPlan, seconds: float) -> bool:
-        pending = self._faults.send(plan)
-        if pending is not None:
-            self._flying.append((plan, pending, seconds))
-        return pending is not None
-
-    def _settle(self, plan: StepPlan, pending: PendingStep, scheduling: float) -> CommitEvents:
+    def _settle(self) -> CommitEvents:
         start = time.perf_counter()
+        plan, pending, scheduling = self._flying[0]
         result = self._faults.result(plan, pending)
+        self._flying.popleft()
         if result is None:
             return CommitEvents(plan.step_id)
         ran = time.perf_counter()
@@ -152,7 +148,7 @@ class Engine:
         return self._faults.reason
 
     @property
-    def fault_cause(self) -> Exception | None:
+    def fault_cause(self) -> BaseException | None:
         """The exception behind :attr:`fault`, if there was one."""
         return self._faults.cause
 

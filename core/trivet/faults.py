@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trivet.errors import EngineUnhealthyError
+from trivet.errors import EngineUnhealthyError, WorkerFault
 from trivet.plan import StepPlan
 from trivet.result import StepResult
 from trivet.roles import PendingStep
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("trivet.engine")
 
+Flying = deque[tuple[StepPlan, PendingStep, float]]
+"""Steps in flight, oldest first: the plan, its result to come, the seconds that scheduling took."""
+
 
 class _Failed:
     """A step that reached the workers although the run phase then raised: waited for, and not used."""
 
-    def __init__(self, pending: PendingStep, error: Exception) -> None:
+    def __init__(self, pending: PendingStep, error: BaseException) -> None:
         self._pending, self._error = pending, error
         self.report: StepResult | None = None
 
@@ -35,7 +38,9 @@ class _Failed:
 
     def result(self) -> StepResult:
         self.report = self._pending.result()
-        raise self._error
+        if isinstance(self._error, Exception):
+            raise self._error
+        raise WorkerFault(describe(self._error))  # an interrupt has been raised where it happened
 
 
 class Faults:
@@ -44,7 +49,7 @@ class Faults:
     def __init__(self, parts: Parts) -> None:
         self._p = parts
         self.reason: str | None = None
-        self.cause: Exception | None = None
+        self.cause: BaseException | None = None
         self._stopped = False
         self._submitted: PendingStep | None = None
         parts.hooks.bind("run", self._submit)
@@ -63,14 +68,16 @@ class Faults:
 
     @contextmanager
     def suspect(self, leg: str) -> Iterator[None]:
-        """Around schedule and commit: an exception ends everything."""
+        """Around schedule and commit: an exception ends everything; an interrupt does too, and goes on its way."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             logger.exception("%s failed; the engine stops", leg)
             self.fail(f"{leg} failed: {describe(error)}", error)
+            if not isinstance(error, Exception):
+                raise
 
-    def fail(self, reason: str, cause: Exception | None = None) -> None:
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
         """Turn unhealthy: every request ends with ``reason``."""
         if self.reason is not None:
             return
@@ -96,22 +103,27 @@ class Faults:
     def _taken(self) -> PendingStep | None:
         return self._submitted
 
-    def send(self, plan: StepPlan) -> PendingStep | None:
-        """The run leg; None when the plan did not get out (its requests have ended)."""
+    def send(self, plan: StepPlan, seconds: float, flying: Flying) -> bool:
+        """The run leg: adds the plan to those in flight; False when it did not get out (its requests have ended)."""
         self._submitted = None
         try:
-            return self._p.hooks.run(plan)
-        except Exception as error:
+            flying.append((plan, self._p.hooks.run(plan), seconds))
+        except BaseException as error:
             sent = self._taken()
             if sent is not None:
-                return _Failed(sent, error)
-            logger.exception("sending step %d failed", plan.step_id)
-            self._p.lifecycle.unsent(plan)
-            self._abandon(plan, error, sent=False)
-            return None
+                flying.append((plan, _Failed(sent, error), seconds))
+            else:
+                logger.exception("sending step %d failed", plan.step_id)
+                self._p.lifecycle.unsent(plan)
+                self._abandon(plan, error, sent=False)
+            if not isinstance(error, Exception):
+                raise
+            return sent is not None
+        return True
 
     def result(self, plan: StepPlan, pending: PendingStep) -> StepResult | None:
-        """Wait for a step; None when it failed (its requests have ended)."""
+        """Wait for a step; None when it failed (its requests have ended). After an interrupt it can be waited for
+        again."""
         try:
             return pending.result()
         except Exception as error:
@@ -120,7 +132,7 @@ class Faults:
             return None
 
     def _abandon(
-        self, plan: StepPlan, error: Exception, report: StepResult | None = None, *, sent: bool = True
+        self, plan: StepPlan, error: BaseException, report: StepResult | None = None, *, sent: bool = True
     ) -> None:
         with self.suspect("commit"):
             self._p.committer.abandon(plan, describe(error), report, sent=sent)
@@ -139,7 +151,7 @@ class Faults:
             for found in stored:
                 hooks.blocks_stored(found)
 
-    def stop(self, flying: deque[tuple[StepPlan, PendingStep, float]], report: Callable[[], object]) -> None:
+    def stop(self, flying: Flying, report: Callable[[], object]) -> None:
         """Abort what is left, let steps in flight end, ``report`` the ends, shut every part down."""
         if self._stopped:
             return
@@ -159,7 +171,7 @@ class Faults:
             self._p.shutdown()
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """An exception in one line, with the plugin's name if the facade noted it."""
     notes: list[Any] = getattr(error, "__notes__", [])
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

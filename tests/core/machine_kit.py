@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from drafting import RandomTreeDrafter
 from grammars import Alternating
 from pydantic import Field
 
@@ -90,8 +91,17 @@ class HeldExecutor(Executor):
         return self.runner.execute(plan)
 
     def take(self, step: _Step) -> StepResult:
-        assert self._waiting.popleft() is step, "results are taken in the order of submission"
-        result = self._run(step.plan) if step.future is None else step.future.result()
+        assert self._waiting[0] is step, "results are taken in the order of submission"
+        if step.future is None:
+            step.future = Future()
+            try:
+                step.future.set_result(self._run(step.plan))
+            except BaseException as error:
+                step.future.set_exception(error if isinstance(error, Exception) else RuntimeError("broken off"))
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+        self._waiting.popleft()
+        result = step.future.result()
         return decode_result(result) if isinstance(result, bytes) else result
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -187,6 +197,15 @@ class ParityGrammar(Grammar):
         for token in output_ids:
             assert matcher.accept(token), "the outputs so far must obey the grammar"
         return matcher
+
+
+# ---------------------------------------------------------------------- drafts
+
+
+class FarDrafter(RandomTreeDrafter):
+    """Writes keys and values of its own, far beyond the last token."""
+
+    lookahead = 20
 
 
 # ---------------------------------------------------------------------- transfers
@@ -356,6 +375,7 @@ def fault_of(ids: Sequence[str]) -> RequestFault:
 def trivet_providers() -> list[Provider]:
     return [
         Provider("executor", "held", "machine_kit:HeldExecutor", options=HeldOptions),
+        Provider("drafter", "far", "machine_kit:FarDrafter"),
         Provider("grammar", "parity", "machine_kit:ParityGrammar"),
         Provider("connector", "depot", "machine_kit:Depot", DepotOptions, worker_factory="machine_kit:DepotWorker"),
     ]

@@ -23,7 +23,7 @@ class PendingStep(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step. An exception of a worker phase is raised here, as :class:`trivet.errors.WorkerFault`
-        (or itself, in the same process)."""
+        (or itself, in the same process). Can be called again when an interrupt (KeyboardInterrupt) ended it."""
         ...
 
 

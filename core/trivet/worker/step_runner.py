@@ -150,7 +150,7 @@ class StepRunner(Runner):
         with _timed(timings, "apply"):
             try:
                 invalid = self._apply(plan)
-            except Exception:
+            except BaseException:
                 # The engine keeps the blocks of a transfer until it hears of its end.
                 self._transfers.give_up(plan)
                 raise
