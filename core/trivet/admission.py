@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from trivet.assembly import Parts
 
 _T = TypeVar("_T", int, float)
-#: fields that hold text, or what only plugins know
-_FREE_FIELDS = frozenset({"stop", "bad_words", "cache_salt", "structured_outputs", "extra_args"})
+#: fields of the parameters whose content is checked by plugins only
+_FREE_FIELDS = frozenset({"structured_outputs", "extra_args"})
 _TASKS = {"embed": Task.EMBED, "score": Task.SCORE, "classify": Task.CLASSIFY}
 
 
@@ -142,7 +142,7 @@ class Admissions:
         try:
             ids = np.asarray(prompt_token_ids)
         except (ValueError, TypeError):  # rows of different lengths; an object that is no array and will not say so
-            ids = np.empty(0, np.object_)
+            ids = np.empty((0, 0), np.object_)
         if ids.ndim == 1 and not len(ids) and isinstance(prompt_token_ids, Sequence | np.ndarray):
             raise RequestError("the prompt is empty; give at least one token", param="prompt")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":

@@ -70,6 +70,12 @@ def assemble(config: EngineConfig | Mapping[str, Any] | str, plugins: Sequence[o
     registry = Registry(settings, plugins)
     try:
         return _assemble(settings, registry)
+    except MemoryError as error:
+        registry.shutdown()
+        raise CacheMemoryError(
+            f"memory is too small for this engine: {error}. Lower max_num_seqs of the scheduler or max_model_len, "
+            "which decide the size of its tables, or choose a smaller model"
+        ) from error
     except BaseException:
         registry.shutdown()
         raise
