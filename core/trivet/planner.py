@@ -167,7 +167,8 @@ class Planner:
             raise ValueError("a slot can be in a plan only once")
         totals = t.num_computed[slots] + counts
         if self._lookahead:
-            totals = np.minimum(totals + self._lookahead, t.max_model_len).astype(np.int32)
+            # Proposals end where the output does, so a request never needs more than its greatest length.
+            totals = np.maximum(totals, np.minimum(totals + self._lookahead, t.max_total[slots]))
         got = self.cache.extend(slots, totals)
         self._note(got, appended=True)
         if got.rows:
@@ -227,7 +228,8 @@ class Planner:
         plan.loads, plan.stores = life.take_transfers()
         plan.slots, plan.epochs = rows.slots, t.epoch[rows.slots]
         plan.num_computed, plan.num_scheduled, plan.num_drafts = rows.computed, rows.scheduled, rows.drafts
-        plan.lookahead = np.full(len(rows.slots), self._lookahead, np.int32)
+        ahead = t.max_total[rows.slots] - rows.computed - rows.scheduled
+        plan.lookahead = np.minimum(np.maximum(ahead, 0), self._lookahead)
         plan.samples, plan.pools = rows.samples, rows.pools
         plan.input_source, plan.logits_rows = rows.source, rows.logits
         # A new request travels whole, so its tokens must not be sent again as a delta.

@@ -208,6 +208,14 @@ class FarDrafter(RandomTreeDrafter):
     lookahead = 20
 
 
+class Far:
+    """The plugin that offers it: what an embedder passes of this role is in use."""
+
+    @hookimpl
+    def trivet_providers(self) -> list[Provider]:
+        return [Provider("drafter", "far", "machine_kit:FarDrafter")]
+
+
 # ---------------------------------------------------------------------- transfers
 
 
@@ -375,7 +383,6 @@ def fault_of(ids: Sequence[str]) -> RequestFault:
 def trivet_providers() -> list[Provider]:
     return [
         Provider("executor", "held", "machine_kit:HeldExecutor", options=HeldOptions),
-        Provider("drafter", "far", "machine_kit:FarDrafter"),
         Provider("grammar", "parity", "machine_kit:ParityGrammar"),
         Provider("connector", "depot", "machine_kit:Depot", DepotOptions, worker_factory="machine_kit:DepotWorker"),
     ]

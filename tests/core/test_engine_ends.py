@@ -135,6 +135,22 @@ def test_a_worker_that_returns_nothing_for_a_row_ends_its_request() -> None:
         check_free(e)
 
 
+@pytest.mark.parametrize("use", ["static", "continuous"])
+def test_positions_for_a_drafter_do_not_reach_beyond_the_greatest_length(use: str) -> None:
+    """A batch whose lengths just fit runs to its end, although the drafter would like more room."""
+    cache = {"use": "paged", "block_size": 1, "num_blocks": 1 + 40}
+    plans: list[Any] = []
+    with engine(kit.Far(), max_model_len=20, scheduler={"use": use}, cache=cache, drafter=[{"use": "far"}]) as e:
+        e.hooks.run, run = lambda plan: plans.append(plan) or run(plan), e.hooks.run
+        for name in ("a", "b"):
+            e.add_request(name, [1, 2, 3], greedy(17, ignore_eos=True))
+        done = drain(e, steps=100)
+        assert done["a"].output_ids == done["b"].output_ids == reference_tokens([1, 2, 3], 17)
+        assert done["a"].num_preemptions == done["b"].num_preemptions == 0
+    for plan in plans:
+        assert (plan.num_computed + plan.num_scheduled + plan.lookahead <= 20).all()
+
+
 # ---------------------------------------------------------------------- holds
 
 

@@ -91,7 +91,7 @@ def test_a_fork_that_finds_no_memory_leaves_no_copy_in_the_plan() -> None:
     plans: list[Any] = []
     for blocks in range(25, 55, 2):
         cache = {"use": "forking", "block_size": 4, "num_blocks": 1 + blocks}
-        with engine(kit, caches, cache=cache, drafter=[{"use": "far"}]) as e:
+        with engine(kit.Far(), caches, cache=cache, drafter=[{"use": "far"}]) as e:
             e.hooks.run = lambda plan, run=e.hooks.run: plans.append(plan) or run(plan)
             prompt = (PROMPT * 4)[:62]
             e.add_request("parent", prompt, greedy(20))

@@ -66,7 +66,7 @@ class Life(RuleBasedStateMachine):
                 "wire": st.booleans(),
             }
         ),
-        drafts=st.booleans(),
+        drafts=st.sampled_from([None, "random_tree", "far"]),
         transfers=st.one_of(
             st.none(),
             st.fixed_dictionaries(
@@ -75,7 +75,7 @@ class Life(RuleBasedStateMachine):
         ),
         eos=st.sampled_from([(), (7,), (5, 33)]),
     )
-    def start(self, cache: Any, scheduler: Any, executor: Any, drafts: Any, transfers: Any, eos: Any) -> None:
+    def start(self, cache: Any, scheduler: Any, executor: Any, drafts: str | None, transfers: Any, eos: Any) -> None:
         windows = [None, 5, None] if cache["use"] == "two_groups" else [None]
         self.windows, self.eos = windows, frozenset(eos)
         roles = FAKE | {
@@ -86,9 +86,9 @@ class Life(RuleBasedStateMachine):
             "grammar": [{"use": "parity"}],
         }
         plugins = [fakes, kit, caches]
-        if drafts:
-            roles["drafter"] = [{"use": "random_tree"}]
-            plugins.append(drafting)
+        if drafts is not None:
+            roles["drafter"] = [{"use": drafts}]
+            plugins.append(drafting if drafts == "random_tree" else kit.Far())
         if transfers is not None and windows == [None]:
             roles["connector"] = {"use": "depot"} | transfers
         config = {"model": "fake", "max_model_len": MAX_LEN, "plugins": roles}
