@@ -64,7 +64,11 @@ def test_drafts_in_a_token_budget_that_cuts_them(work: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("roles", [{}, {"cache": SMALL, "scheduler": TIGHT}], ids=["ample", "small"])
+@pytest.mark.parametrize(
+    "roles",
+    [{}, {"cache": SMALL, "scheduler": TIGHT}, {"cache": {"use": "paged", "block_size": 1, "num_blocks": 110}}],
+    ids=["ample", "small", "single"],
+)
 def test_a_draft_model_with_a_cache_of_its_own(work: Any, depth: int, roles: Any) -> None:
     with engine(draft_model, depth=depth, drafter=[{"use": "own_cache"}], **roles) as e:
         assert [spec.layer for spec in e.parts.layout.specs] == [0, 1], "the drafter's layer is behind the model's"

@@ -241,3 +241,16 @@ def test_a_drafter_sees_hidden_states_if_it_wants_them(made: tuple[str, dict[int
     driver.add(0, PROMPTS[0])
     driver.step(draft_k=np.array([2], np.int32))
     assert shapes == [(len(PROMPTS[0]), 32)]
+
+
+@pytest.mark.parametrize(("writes", "reserved", "asked"), [(3, 3, 3), (3, 1, 1), (3, 0, 0), (0, 0, 3)])
+def test_a_drafter_with_a_cache_is_asked_for_what_has_a_place(
+    made: tuple[str, dict[int, list[int]]], writes: int, reserved: int, asked: int
+) -> None:
+    name, truth = made
+    drafter = Oracle(truth, tree=False)
+    drafter.lookahead = writes
+    driver = make_runner(name, 4, drafter=[drafter])
+    driver.add(0, PROMPTS[0])
+    driver.step(draft_k=np.array([3], np.int32), lookahead=np.array([reserved], np.int32))
+    assert drafter.asked == ([[asked]] if asked else [])

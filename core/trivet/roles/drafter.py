@@ -56,7 +56,8 @@ class Drafter(Role):
     role: ClassVar[str] = "drafter"
     #: most proposals per row and step that it is asked for, unless a scheduler asks for another number
     num_tokens: int = 0
-    #: KV positions that it writes beyond the scheduled tokens
+    #: KV positions that it writes beyond the scheduled tokens. If it writes any, it is asked for so few proposals that
+    #: the newest token and all of them but the last have a place, at the end of an output for none
     lookahead: int = 0
     #: whether it reads ``DraftInputs.output.hidden``
     wants_hidden: bool = False

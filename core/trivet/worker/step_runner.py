@@ -331,6 +331,10 @@ class StepRunner(Runner):
             # The tokens that follow are known; proposals for what comes after them would be out of place.
             wanted &= result.forced.lengths == 0
         k = np.where(wanted, plan.draft_k, 0).astype(np.int32)
+        if self._drafters.lookahead:
+            # A drafter with a cache writes the newest token and all proposals but the last, where there are blocks.
+            room = plan.num_computed + plan.num_scheduled + plan.lookahead - self._batch.lengths[plan.slots] + 1
+            k = np.minimum(k, np.maximum(room, 0))
         if not k.any() and not self._drafters.follows:
             return
         state = self._batch
