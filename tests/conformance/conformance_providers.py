@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,22 @@ from pydantic import Field
 
 from trivet.errors import RequestError
 from trivet.hookspecs import hookimpl
+from trivet.ledger import BlockLedger
 from trivet.plan import NewRequest
 from trivet.provider import Provider
-from trivet.roles import LogitsProcessor, SampleRows
+from trivet.roles import (
+    Allocation,
+    Cache,
+    CacheHit,
+    CacheRequirements,
+    CacheStats,
+    KVGroup,
+    KVLayout,
+    KVStorage,
+    LogitsProcessor,
+    SampleRows,
+)
+from trivet.sizing import choose_block_size, plan_blocks
 from trivet_schemas.options import Options
 
 
@@ -79,10 +93,130 @@ class Flatten(LogitsProcessor):
         return logits
 
 
+class SharingCache(Cache):
+    """Finds prefixes again, shares them, forks with copies on write; block by block from a queue."""
+
+    can_fork = wants_commits = True
+
+    def __init__(self, context: Any, options: Any) -> None:
+        self._free: deque[int] = deque()
+        self._known: dict[Any, int] = {}  # the tokens up to a block's end → the block
+        self._content: dict[int, Any] = {}
+
+    def configure(self, need: CacheRequirements) -> KVLayout:
+        self._size = choose_block_size(4 if need.support[0].block_size_multiple == 1 else None, need.support)
+        count = plan_blocks(need, self._size, memory=None, num_blocks=None)
+        self._ledger = BlockLedger(count, need.max_num_seqs, -(-need.max_model_len // self._size))
+        self._free = deque(range(1, count))
+        layers = tuple(spec.layer for spec in need.specs)
+        storage = tuple(KVStorage((layer,), count) for layer in layers)
+        return KVLayout(need.specs, (KVGroup(0, layers, "full", self._size),), storage)
+
+    def bind(self, context: Any) -> None:
+        self._table = context.table
+
+    def fits(self, num_tokens: int) -> bool:
+        return -(-num_tokens // self._size) < self._ledger.num_blocks
+
+    def key(self, request: Any, tokens: Any) -> Any:
+        return tuple(sorted(request.cache_tags.items())), tokens.tobytes()
+
+    def admit(self, slot: int, request: Any) -> CacheHit:
+        tokens, blocks = self._table.known_tokens(request), []
+        while (end := (len(blocks) + 1) * self._size) < len(tokens):
+            block = self._known.get(self.key(request, tokens[:end]))
+            if block is None:
+                break
+            if block in self._free:
+                self._free.remove(block)
+            blocks.append(block)
+        self._ledger.append(slot, blocks)
+        return CacheHit(len(blocks) * self._size)
+
+    def take(self) -> int:
+        block = self._free.popleft()
+        self.forget(block)
+        return block
+
+    def forget(self, block: int) -> None:
+        if block in self._content:
+            del self._known[self._content.pop(block)]
+
+    def extend(self, slots: Any, totals: Any) -> Allocation:
+        out_slots: list[int] = []
+        out_blocks: list[int] = []
+        for row, (slot, total) in enumerate(zip(slots.tolist(), totals.tolist(), strict=True)):
+            missing = -(-total // self._size) - int(self._ledger.length[slot])
+            if missing > len(self._free):
+                return Allocation(row, [out_slots], [out_blocks])
+            blocks = [self.take() for _ in range(missing)]
+            self._ledger.append(slot, blocks)
+            out_slots += [slot] * len(blocks)
+            out_blocks += blocks
+        return Allocation(len(slots), [out_slots], [out_blocks])
+
+    def commit(self, slots: Any, num_tokens: Any) -> None:
+        for slot, count in zip(slots.tolist(), num_tokens.tolist(), strict=True):
+            self.remember(slot, count)
+
+    def remember(self, slot: int, count: int) -> None:
+        for index, block in enumerate(self._ledger.blocks(slot)[: count // self._size].tolist()):
+            key = self.key(self._table.requests[slot], self._table.tokens[slot, : (index + 1) * self._size])
+            if key not in self._known and block not in self._content:
+                self._known[key], self._content[block] = block, key
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> Allocation | None:
+        blocks = self._ledger.blocks(parent)[: -(-num_tokens // self._size)].tolist()
+        copies = []
+        if num_tokens % self._size:
+            if not self._free:
+                return None
+            copies = [(blocks[-1], self.take())]
+            blocks[-1] = copies[0][1]
+        self._ledger.append(child, blocks)
+        return Allocation(1, [[child] * len(blocks)], [blocks], copies=[copies])
+
+    def tables(self, slot: int) -> list[Any]:
+        return [self._ledger.blocks(slot)]
+
+    def retire(self, slot: int) -> int:
+        return self._ledger.retire(slot)
+
+    def lease(self, blocks: Any) -> int:
+        return self._ledger.lease(blocks[0].tolist())
+
+    def settle(self, lease: int) -> None:
+        self._free.extend(self._ledger.settle(lease))
+
+    def invalidate(self, blocks: Any) -> list[tuple[int, int]]:
+        for block in blocks[0].tolist():
+            self.forget(block)
+        found = []
+        for slot in np.flatnonzero(self._ledger.length).tolist():
+            bad = np.flatnonzero(np.isin(self._ledger.blocks(slot), blocks[0]))
+            if len(bad):
+                found.append((slot, int(bad[0]) * self._size))
+        return found
+
+    def reset(self) -> bool:
+        if not self._ledger.idle:
+            return False
+        self._known.clear()
+        self._content.clear()
+        return True
+
+    def stats(self) -> CacheStats:
+        return self._ledger.stats()
+
+    def check_integrity(self) -> None:
+        self._ledger.check_integrity(list(self._free))
+
+
 @hookimpl
 def trivet_providers() -> list[Provider]:
     here = "conformance_providers"
     return [
+        Provider("cache", "sharing", f"{here}:SharingCache"),
         Provider("logits_processor", "no_repeat", f"{here}:NoRepeat"),
         Provider("logits_processor", "flatten", f"{here}:Flatten", options=FlattenOptions),
     ]

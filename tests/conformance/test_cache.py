@@ -1,7 +1,8 @@
-"""The bundled caches pass the suite of their role, and so do the rehearsal's."""
+"""The bundled caches pass the suite of their role."""
 
 from __future__ import annotations
 
+import conformance_providers
 import pytest
 
 from trivet.testing.suites import CacheSuite
@@ -26,6 +27,20 @@ class TestPagedBlocksOfFive(CacheSuite):
 
 class TestContiguous(CacheSuite):
     use = "contiguous"
+
+
+class TestSharing(CacheSuite):
+    """A cache of these tests that finds prefixes and forks."""
+
+    plugins = (conformance_providers,)
+    use = "sharing"
+    on_demand = finds_prefixes = True
+    examples = 40
+
+
+@pytest.mark.full
+class TestSharingAtLength(TestSharing):
+    examples = 2000
 
 
 @pytest.mark.full

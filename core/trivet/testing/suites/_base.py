@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trivet.testing import fakes
@@ -84,14 +85,17 @@ class Suite:
     #: how many random cases each property is tried with
     examples: ClassVar[int] = 20
 
+    #: tests of promises, whether a class makes them or not
+    _promised: ClassVar[dict[str, Any]] = {}
+
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Hide the tests of promises that ``cls`` does not make; pytest takes None for no test."""
         super().__init_subclass__(**keywords)
-        for base in reversed(cls.__mro__):
-            for name, test in list(vars(base).items()):
-                flags = getattr(test, "promises", ())
-                if flags:
-                    setattr(cls, name, test if all(getattr(cls, flag) for flag in flags) else None)
+        inherited = [getattr(base, "_promised", {}) for base in reversed(cls.__mro__)]
+        own = {name: test for name, test in vars(cls).items() if getattr(test, "promises", ())}
+        cls._promised = {name: test for tests in (*inherited, own) for name, test in tests.items()}
+        for name, test in cls._promised.items():
+            setattr(cls, name, test if all(getattr(cls, flag) for flag in test.promises) else None)
 
     # ------------------------------------------------------------------ building
 
@@ -175,7 +179,13 @@ class Suite:
         """How hypothesis explores: :attr:`examples` cases, the same ones in every run."""
         from hypothesis import HealthCheck, settings
 
-        given = {"max_examples": self.examples, "deadline": None, "derandomize": True, "database": None}
+        given = {
+            "max_examples": self.examples,
+            "deadline": None,
+            "derandomize": True,
+            "database": None,
+            "report_multiple_bugs": False,
+        }
         return settings(**given | {"suppress_health_check": list(HealthCheck)} | changes)
 
 
@@ -185,6 +195,11 @@ class ArraySuite(Suite):
 
     #: floating point types that :meth:`tensor` can make
     float_types: ClassVar[Sequence[str]] = ("float32",)
+
+    @cached_property
+    def worker(self) -> Any:
+        """A worker's context that the objects of one test share."""
+        return self.worker_context(max_num_seqs=16)
 
     def tensor(self, array: Any, dtype: str | None = None) -> Any:
         """A tensor of ``array`` on the provider's device; ``dtype`` names another type, such as ``bfloat16``."""

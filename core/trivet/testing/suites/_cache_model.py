@@ -226,7 +226,7 @@ class CacheModel:
 
     def retire(self, slot: int) -> int:
         """A request ends or is preempted; its blocks stay until :meth:`settle`."""
-        cells = {b: list(self._cells(b)) for b in self._ids(self.tables[slot])}
+        cells = self._needed(slot)
         lease = self.cache.retire(slot)
         self.table.release(slot)
         del self.live[slot], self.tables[slot]
@@ -234,7 +234,7 @@ class CacheModel:
 
     def lease(self, slot: int) -> int:
         """A transfer reads a live request's blocks."""
-        cells = {b: list(self._cells(b)) for b in self._ids(self.tables[slot])}
+        cells = self._needed(slot)
         return self._hold(self.cache.lease([np.array(t, np.int32) for t in self.tables[slot]]), False, cells)
 
     def _hold(self, lease: int, retired: bool, cells: dict[tuple[int, int], list[Cell]]) -> int:
@@ -307,8 +307,9 @@ class CacheModel:
                     )
         for lease, (retired, cells) in self.leases.items():
             for (pool, block), then in cells.items():
+                now = self._cells((pool, block))
                 require(
-                    not retired or self._cells((pool, block)) == then,
+                    not retired or all(t in (None, n) for n, t in zip(now, then, strict=True)),
                     "blocks of a retired table stay untouched until their lease is settled",
                     Cache.retire,
                     lease=lease,
@@ -366,6 +367,18 @@ class CacheModel:
 
     def _ids(self, tables: list[list[int]]) -> set[tuple[int, int]]:
         return {(g.pool, b) for g, table in zip(self.groups, tables, strict=True) for b in table if b}
+
+    def _needed(self, slot: int) -> dict[tuple[int, int], list[Cell]]:
+        """Per block of a table the cells of computed tokens; None for the others."""
+        live = self.live[slot]
+        found: dict[tuple[int, int], list[Cell]] = {}
+        for group, table in zip(self.groups, self.tables[slot], strict=True):
+            for index, block in enumerate(table):
+                if block:
+                    cells = found.setdefault((group.pool, block), [None] * len(self._cells((group.pool, block))))
+                    names = live.names[index * group.size : min((index + 1) * group.size, live.computed)]
+                    cells[: len(names)] = names
+        return found
 
     def _cells(self, block: tuple[int, int]) -> list[Cell]:
         size = max(g.size for g in self.groups if g.pool == block[0])

@@ -29,7 +29,7 @@ class AttentionSuite(ArraySuite):
 
     def support_of(self, shape: tuple[int, int, int, int | None], dtype: str = "float32") -> AttentionSupport:
         """What the provider says of a full layer of ``shape``."""
-        provider: Attention = self.make(self.worker_context())
+        provider: Attention = self.make(self.worker)
         support = provider.support(LayerKVSpec(0, "full", shape[1], shape[2], dtype, v_head_dim=shape[3]))
         require(
             support.problem is None,
@@ -52,7 +52,7 @@ class AttentionSuite(ArraySuite):
         """A provider and the reference, with a layer per entry of ``extras``."""
         shape = shape or self.shapes[-1]
         size = block_size or self.block_sizes(self.support_of(shape, dtype))[-1]
-        provider: Attention = self.make(self.worker_context())
+        provider: Attention = self.make(self.worker)
         given = {"shape": shape, "block_size": size, "dtype": dtype, "extras": extras, "seed": seed}
         return Case(provider, self.tensor, self.numpy, **given)
 
@@ -182,7 +182,7 @@ class AttentionSuite(ArraySuite):
 
     def test_what_cannot_be_served_is_said(self) -> None:
         """``support`` answers for any layer, with a problem in words where it cannot serve it."""
-        provider: Attention = self.make(self.worker_context())
+        provider: Attention = self.make(self.worker)
         kinds: tuple[Any, ...] = ("full", "sliding", "chunked", "recurrent")
         for kind in kinds:
             answer = provider.support(LayerKVSpec(0, kind, 2, 8, "float32", None if kind == "full" else 8))

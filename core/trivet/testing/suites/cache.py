@@ -7,17 +7,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
 from trivet.errors import CacheMemoryError
 from trivet.roles import AttentionSupport, Cache, CacheRequirements, KVLayout, LayerKVSpec
 from trivet.state import Request, RequestTable
 from trivet.testing.suites._base import Suite, promised, require
+from trivet.testing.suites._cache_lives import MAX_MODEL_LEN, MAX_NUM_SEQS, CacheMachine, Lives
 from trivet.testing.suites._cache_model import CacheModel, pools_of
-
-MAX_MODEL_LEN = 40
-MAX_NUM_SEQS = 5
 
 
 class CacheSuite(Suite):
@@ -35,8 +32,8 @@ class CacheSuite(Suite):
     size_options: ClassVar[tuple[str, ...]] = ("memory", "num_blocks")
     #: windows of the layers, None for full attention; override for a cache that treats windows apart
     windows: ClassVar[tuple[int | None, ...]] = (None, 8)
-    #: tokens of memory; room for about three requests, so that memory is short most of the time
-    tokens: ClassVar[int] = 3 * MAX_MODEL_LEN
+    #: tokens of memory; room for about two long requests, so that memory is short most of the time
+    tokens: ClassVar[int] = 2 * MAX_MODEL_LEN
 
     # ------------------------------------------------------------------ building
 
@@ -64,19 +61,19 @@ class CacheSuite(Suite):
         cache: Cache = self.engine_context().build(self.role, self.use, **options)
         return cache
 
-    def bound(self, **options: Any) -> tuple[Cache, KVLayout, RequestTable]:
+    def bound(self, context: Any = None) -> tuple[Cache, KVLayout, RequestTable]:
         """A cache that is ready for requests."""
-        context = self.engine_context()
-        cache: Cache = self.make(context, **options)
+        context = context or self.engine_context()
+        cache: Cache = self.make(context)
         layout = cache.configure(self.requirements())
         table = context.table = RequestTable(MAX_NUM_SEQS, MAX_MODEL_LEN)
         context.max_model_len = MAX_MODEL_LEN
         cache.bind(context)
         return cache, layout, table
 
-    def fresh(self) -> CacheModel:
+    def fresh(self, context: Any = None) -> CacheModel:
         """A new cache with its reference."""
-        cache, layout, table = self.bound()
+        cache, layout, table = self.bound(context)
         return CacheModel(cache, layout, table, on_demand=self.on_demand)
 
     # ------------------------------------------------------------------ negotiation
@@ -183,13 +180,19 @@ class CacheSuite(Suite):
 
     def test_random_lives_against_a_naive_memory(self) -> None:
         """Admit, compute, draft, fork, preempt, transfer, fail, reset in any order: every request keeps its KV."""
-        suite = self
+        suite, context = self, self.engine_context()
 
-        class Machine(_CacheMachine):
+        class Machine(CacheMachine):
             def fresh(self) -> CacheModel:
-                return suite.fresh()
+                return suite.fresh(context)
 
-        run_state_machine_as_test(Machine, settings=self.budget(stateful_step_count=40))
+        run_state_machine_as_test(Machine, settings=self.budget(stateful_step_count=30))
+
+    def test_long_lives_against_a_naive_memory(self) -> None:
+        """The same in long random walks, in which memory is used many times over."""
+        context = self.engine_context()
+        for seed in range(max(self.examples // 2, 1)):
+            Lives(self.fresh(context)).walk(seed, steps=60)
 
     def test_tables_that_were_read_do_not_change(self) -> None:
         """A plan keeps the arrays that ``tables`` returned, so they are no views of the cache's state."""
@@ -244,91 +247,3 @@ class CacheSuite(Suite):
         hits = model.hits
         model.admit(prompt, {}, MAX_MODEL_LEN)
         require(model.hits == hits, "reset forgets all cached content", Cache.reset, found_tokens=model.hits - hits)
-
-
-class _CacheMachine(RuleBasedStateMachine):
-    """What an engine may do to a cache, in any order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = self.fresh()
-
-    def fresh(self) -> CacheModel:
-        raise NotImplementedError
-
-    def _slot(self, index: int) -> int | None:
-        slots = sorted(self.model.live)
-        return slots[index % len(slots)] if slots else None
-
-    @rule(
-        length=st.integers(1, MAX_MODEL_LEN - 1),
-        seed=st.integers(0, 2),
-        changed=st.integers(0, MAX_MODEL_LEN),
-        tag=st.sampled_from([{}, {}, {"adapter": b"a"}]),
-    )
-    def admit(self, length: int, seed: int, changed: int, tag: dict[str, bytes]) -> None:
-        if len(self.model.live) < MAX_NUM_SEQS:
-            prompt = [(seed + i) % 5 for i in range(length)]
-            if changed < length:
-                prompt[changed] = 7
-            self.model.admit(prompt, tag, MAX_MODEL_LEN)
-
-    @rule(counts=st.lists(st.integers(0, 12), min_size=1, max_size=MAX_NUM_SEQS), token=st.integers(0, 9))
-    def step(self, counts: list[int], token: int) -> None:
-        rows = []
-        for slot, count in zip(sorted(self.model.live), counts, strict=False):
-            live = self.model.live[slot]
-            pending = min(count, len(live.names) - live.computed)
-            if pending:
-                rows.append((slot, pending))
-        if rows:
-            self.model.step(rows, [token] * len(rows), num_drafts=token % 4)
-
-    @rule(index=st.integers(0, 9), at_once=st.booleans())
-    def end(self, index: int, at_once: bool) -> None:
-        slot = self._slot(index)
-        if slot is not None:
-            lease = self.model.retire(slot)
-            if at_once:
-                self.model.settle(lease)
-
-    @rule(index=st.integers(0, 9))
-    def transfer(self, index: int) -> None:
-        slot = self._slot(index)
-        if slot is not None:
-            self.model.lease(slot)
-
-    @rule(index=st.integers(0, 9))
-    def settle(self, index: int) -> None:
-        leases = sorted(self.model.leases)
-        if leases:
-            self.model.settle(leases[index % len(leases)])
-
-    @rule(index=st.integers(0, 9))
-    def fork(self, index: int) -> None:
-        slot = self._slot(index)
-        if slot is None or not self.model.cache.can_fork or len(self.model.live) == MAX_NUM_SEQS:
-            return
-        parent = self.model.live[slot]
-        if parent.computed >= parent.request.num_prompt:
-            tags = dict(parent.request.cache_tags)
-            self.model.admit(parent.request.prompt_ids.tolist(), tags, MAX_MODEL_LEN, parent=slot)
-
-    @rule(index=st.integers(0, 9), start=st.integers(0, 5))
-    def fail_a_load(self, index: int, start: int) -> None:
-        slot = self._slot(index)
-        if slot is not None and not self.model.windowed:
-            self.model.invalidate(slot, min(start, *(len(t) for t in self.model.tables[slot])))
-
-    @rule()
-    def reset(self) -> None:
-        self.model.reset()
-
-    def teardown(self) -> None:
-        for slot in sorted(self.model.live):
-            self.model.retire(slot)
-        for lease in sorted(self.model.leases):
-            self.model.settle(lease)
-        require(self.model.reset(), "with nothing in use, everything can be forgotten", Cache.reset)
-        stats = self.model.cache.stats()
-        require(stats.free == stats.total, "once drained, no block is in use", Cache.stats, stats=stats)

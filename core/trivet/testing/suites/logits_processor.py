@@ -16,7 +16,7 @@ from trivet.testing.suites._base import ArraySuite, promised, require
 from trivet.testing.suites._sample_rows import Row, sample_rows_of
 from trivet_schemas.sampling import SamplingParams
 
-SLOTS, LONGEST = 8, 48
+SLOTS, LONGEST = 8, 128
 
 Logits = NDArray[np.float32]
 
@@ -43,8 +43,8 @@ class LogitsProcessorSuite(ArraySuite):
     # ------------------------------------------------------------------ running
 
     def built(self) -> LogitsProcessor:
-        """A new processor on a worker of :data:`SLOTS` slots."""
-        processor: LogitsProcessor = self.make(self.worker_context(max_num_seqs=SLOTS, tokenizer_size=self.vocab_size))
+        """A new processor."""
+        processor: LogitsProcessor = self.make(self.worker)
         return processor
 
     def params(self, extra_args: Mapping[str, Any] | None) -> SamplingParams:
@@ -110,8 +110,9 @@ class LogitsProcessorSuite(ArraySuite):
     def requests(self, rng: Any) -> dict[int, _Request]:
         """A request per slot; every third does not want the processor, unless it applies to all."""
         found: dict[int, _Request] = {}
+        shift = int(rng.integers(3))
         for slot in range(SLOTS):
-            applies = self.always or slot % 3 != 2
+            applies = self.always or (slot + shift) % 3 != 2
             extra = self.cases[slot % len(self.cases)] if applies else self.idle
             length = int(rng.integers(1, 20))
             tokens = rng.integers(0, self.vocab_size, length + int(rng.integers(0, 8))).tolist()
@@ -154,7 +155,7 @@ class LogitsProcessorSuite(ArraySuite):
         processor, requests = self.built(), self.requests(rng)
         for slot, request in requests.items():
             self.enter(processor, slot, request)
-        for _ in range(4):
+        for _ in range(self.examples):
             order = rng.permutation(SLOTS).tolist()[: int(rng.integers(1, SLOTS + 1))]
             rows = [Row(s, requests[s].position, self._logits(rng)) for s in order]
             kept = [row.logits.copy() for row in rows]
@@ -163,7 +164,8 @@ class LogitsProcessorSuite(ArraySuite):
                 request = requests[row.slot]
                 self.compare(after, self.alone(request, request.tokens, before[0]), "in a batch", slot=row.slot)
             for slot in order:
-                requests[slot].tokens.append(int(rng.integers(self.vocab_size)))
+                if len(requests[slot].tokens) < LONGEST - 8:
+                    requests[slot].tokens.append(int(rng.integers(self.vocab_size)))
 
     @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
     def test_draft_rows(self, trees: bool) -> None:

@@ -200,7 +200,9 @@ class SchedulerSuite(Suite):
     def test_no_request_starves(self) -> None:
         """A long prompt gets its first token although short ones keep coming."""
         rng = random.Random(6)
-        with self.scheduling(seqs=4, budget=16) as (engine, watch):
+        with self.scheduling(seqs=2, budget=16) as (engine, watch):
+            for i in range(6):
+                engine.add_request(f"first-{i}", [rng.randrange(64)] * 3, greedy(3))
             engine.add_request("long", [rng.randrange(64) for _ in range(80)], greedy(4))
             request = engine.parts.lifecycle.requests["long"]
             for step in range(self.max_wait_steps):

@@ -1,0 +1,82 @@
+"""Each suite finds what it is there to find: providers with one fault each fail, and the message names the rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import conformance_faults
+import conformance_providers
+import pytest
+from hypothesis import Phase
+
+from trivet.provider import Provider
+from trivet.roles import Cache, Scheduler
+from trivet.testing import suites
+from trivet.testing.suites._base import place
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "CacheSuite": {"on_demand": True, "finds_prefixes": True, "examples": 100},
+    "SchedulerSuite": {"arrival_order": True, "steady_decodes": True},
+    "ModelSuite": {"attention": "fake"},
+    "SamplerSuite": {"top_k": False, "top_p": False, "min_p": False, "min_tokens": False},
+    "TokenizerSuite": {"texts": ("The capital of France is", "one, two, three, four, five, six")},
+    "LogitsProcessorSuite": {"cases": ({"no_repeat": 1}, {"no_repeat": 5})},
+}
+
+
+def suite_of(name: str, cls: type, **settings: Any) -> Any:
+    base = getattr(suites, name)
+    provider = Provider(base.role, "faulty_one", f"conformance_faults:{cls.__name__}")
+    plugins = {"plugins": (provider, conformance_providers), "use": "faulty_one"}
+    given = plugins | SETTINGS.get(name, {}) | settings
+    if name == "SchedulerSuite":
+        given["sizes"] = lambda self, max_num_seqs, max_num_batched_tokens: {}
+
+    def budget(self: Any, **changes: Any) -> Any:
+        return base.budget(self, **{"phases": [Phase.generate]} | changes)  # there is no need for the smallest example
+
+    return type(f"Test{cls.__name__}", (base,), given | {"budget": budget})()
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "test", "arguments", "words"),
+    conformance_faults.FAULTS,
+    ids=[cls.__name__ for _, cls, _, _, _ in conformance_faults.FAULTS],
+)
+def test_a_fault_is_found(name: str, cls: type, test: str, arguments: dict[str, Any], words: str) -> None:
+    settings = {"arrival_order": False} if test == "test_no_request_starves" else {}
+    with pytest.raises((AssertionError, pytest.fail.Exception)) as caught:
+        getattr(suite_of(name, cls, **settings), test)(**arguments)
+    message = str(caught.value)
+    assert words in message
+    if "DID NOT RAISE" not in words:
+        assert "documented at: " in message
+
+
+def test_the_classes_without_their_faults_pass() -> None:
+    for name, cls, test, arguments, _ in conformance_faults.FAULTS:
+        if name == "SchedulerSuite" and "naive_loop" in test:
+            getattr(suite_of(name, conformance_faults._Scheduler), test)(**arguments)
+            return
+        assert issubclass(cls, object)
+
+
+def test_documented_places_exist() -> None:
+    assert place(Cache.extend) == "trivet.roles.Cache.extend"
+    assert place(Cache) == "trivet.roles.Cache"
+    assert place(Scheduler.limits) == "trivet.roles.Scheduler.limits"
+    assert place("docs/contracts.md") == "docs/contracts.md"
+
+
+def test_promises_decide_which_tests_there_are() -> None:
+    class Modest(suites.CacheSuite):
+        use = "sharing"
+
+    class Bold(Modest):
+        finds_prefixes = True
+
+    class ModestAgain(Bold):
+        finds_prefixes = False
+
+    found = [cls.test_a_prompt_is_found_again is not None for cls in (Modest, Bold, ModestAgain)]
+    assert found == [False, True, False]
