@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -254,7 +254,8 @@ class LLM:
         priority: Sequence[int] | None,
         result: type[Any],
     ) -> list[Any]:
-        items = [prompts] if single_prompt(prompts) else list(prompts)
+        one = single_prompt(prompts) or not isinstance(prompts, Iterable)  # the latter is refused as a prompt
+        items = [prompts] if one else list(prompts)
         each = _per_prompt(params, kind, len(items))
         if priority is not None and len(priority) != len(items):
             raise RequestError(f"priority: got {len(priority)} values for {len(items)} prompts", param="priority")

@@ -42,10 +42,11 @@ def plan_blocks(need: CacheRequirements, block_size: int, *, memory: int | None,
     usable = num_blocks - 1
     if usable * block_size < need.max_model_len:
         fits = max(usable * block_size, 0)
+        shorter = f"max_model_len to {fits} or less, or " if fits else ""
         raise CacheMemoryError(
             f"the KV cache cannot hold one request of max_model_len = {need.max_model_len} tokens: "
             f"{format_bytes(num_blocks * page)} are {max(usable, 0)} blocks of {block_size} tokens "
-            f"({page / block_size:.0f} bytes per token), enough for {fits}. Set max_model_len to {fits} or less, or "
+            f"({page / block_size:.0f} bytes per token), enough for {fits}. Set {shorter}"
             f"plugins.cache.memory to at least {format_bytes(page * (1 + -(-need.max_model_len // block_size)))}.",
             fits_tokens=fits,
         )

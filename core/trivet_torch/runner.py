@@ -43,6 +43,12 @@ def resolve_device(name: str) -> torch.device:
         raise ModelLoadError(f"device: torch does not know {name!r}: {exc}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelLoadError(f"device: {name!r} was asked for, but torch finds no CUDA device; use device: cpu")
+    if device.type != "cpu":
+        try:
+            torch.zeros(1, device=device).item()  # what is missing shows in use only, and differs by kind of device
+        except (RuntimeError, AssertionError) as exc:
+            reason = str(exc).partition("\n")[0]
+            raise ModelLoadError(f"device: torch cannot compute on {name!r}: {reason}; use device: cpu") from None
     return device
 
 

@@ -111,6 +111,14 @@ def test_a_prompt_that_is_refused_is_named_and_nothing_runs(bad: Any) -> None:
     assert _texts(llm, "a") == ["xyz"]
 
 
+@pytest.mark.parametrize("bad", [None, 5])
+def test_what_is_no_prompt_at_all_is_refused_like_a_prompt(bad: Any) -> None:
+    llm, engine = _llm()
+    with pytest.raises(RequestError, match=f"^prompt: must be text, a list of token ids, .* got {bad}"):
+        llm.generate(bad, use_tqdm=False)
+    assert engine.steps == 0
+
+
 def test_what_the_engine_refuses_is_named_before_anything_is_queued() -> None:
     llm, engine = _llm(max_model_len=4, max_queued=1)
     with pytest.raises(RequestError, match=r"^prompt 1: .* has 5 tokens") as caught:

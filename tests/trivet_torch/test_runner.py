@@ -469,6 +469,14 @@ def test_a_device_that_torch_lacks_is_refused() -> None:
     assert resolve_device("cpu").type == "cpu"
 
 
+@pytest.mark.parametrize("name", ["meta", "vulkan"])
+def test_a_device_that_cannot_compute_is_refused(name: str) -> None:
+    from trivet_torch.runner import resolve_device
+
+    with pytest.raises(ModelLoadError, match=f"device: torch cannot compute on '{name}': .*; use device: cpu"):
+        resolve_device(name)
+
+
 def test_importing_the_plugin_imports_no_torch(repository: Path) -> None:
     import subprocess
     import sys

@@ -10,7 +10,15 @@ from trivet.batch import deferred_interrupt
 from trivet.errors import RequestError, TrivetError
 from trivet.launcher._lines import Lines, count_lines, open_lines
 from trivet.launcher._progress import RequestProgress
-from trivet.launcher._records import Progress, RecordFile, check_output, error_record, recover, result_record
+from trivet.launcher._records import (
+    OutputLock,
+    Progress,
+    RecordFile,
+    check_output,
+    error_record,
+    recover,
+    result_record,
+)
 from trivet.launcher._session import Session
 from trivet.launcher.errors import FAILED, INTERRUPTED, WRONG_INPUT, complain
 from trivet_schemas.sampling import RequestOutputKind
@@ -45,12 +53,15 @@ def generate_batch(
     elif resume:
         raise TrivetError("--resume: needs --output FILE, to know what is done already")
     lines = open_lines(input_, sampling)
+    lock = OutputLock()
     try:
-        before = recover(path) if path is not None and resume else Progress()
+        before = recover(path, lock) if path is not None and resume else Progress()
         _tell(output, before)
         with Session(config) as session:
             records = _open(path, resume=resume)
             try:
+                if path is not None and path.is_file() and not lock.is_taken:
+                    lock.take(path)
                 total = count_lines(input_)
                 with RequestProgress(total, done=len(before.done), shown=bar) as progress:
                     batch = _Batch(session, lines, records, progress, before.done)
@@ -58,6 +69,7 @@ def generate_batch(
             finally:
                 records.close()
     finally:
+        lock.release()
         lines.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -116,6 +118,48 @@ class RecordFile:
             self._file.close()
 
 
+class OutputLock:
+    """Keeps other runs away from an output file until it is released; advisory, and where files can be locked."""
+
+    def __init__(self) -> None:
+        self._files: list[IO[bytes]] = []
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a file was locked."""
+        return bool(self._files)
+
+    def release(self) -> None:
+        """Let other runs in."""
+        for file in self._files:
+            file.close()
+
+    def take(self, path: Path) -> None:
+        """Lock the file that ``path`` names now; what was locked before stays so.
+
+        Raises:
+            TrivetError: Another run holds it.
+        """
+        try:
+            fcntl: Any = importlib.import_module("fcntl")
+        except ImportError:
+            return  # Windows has no such module, nor another way that leaves the file readable
+        try:
+            file = path.open("ab")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        self._files.append(file)
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrivetError(
+                f"--output: another run is writing {path}; wait for its end, or name another file"
+            ) from None
+        except OSError as error:
+            # Some network file systems cannot lock; the run itself can do without.
+            logging.getLogger(__name__).info("%s cannot be locked: %s", path, error)
+
+
 @dataclass(slots=True)
 class Progress:
     """What an earlier run left: the ids that are done, and what is to be done again."""
@@ -141,19 +185,20 @@ def check_output(path: Path, *, resume: bool) -> None:
         raise TrivetError(f"--output: no permission to write {path}")
 
 
-def recover(path: Path) -> Progress:
+def recover(path: Path, lock: OutputLock) -> Progress:
     """Read what an earlier run left in ``path``, and leave there only what is done.
 
     A last line that is cut off goes, and so do records of errors, whose lines are tried again. The file is replaced as
-    a whole, so that a crash in between loses nothing.
+    a whole, so that a crash in between loses nothing. ``lock`` takes the file, and the one that replaces it.
 
     Raises:
-        TrivetError: A line is no record of this program; the file is then left alone.
+        TrivetError: A line is no record of this program, or another run is writing; the file is then left alone.
     """
     progress = Progress()
     if not path.is_file():
         return progress
     path = path.resolve()
+    lock.take(path)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -163,7 +208,7 @@ def recover(path: Path) -> Progress:
             else:
                 progress.done.add(done)
     if progress.is_torn or progress.num_errors:
-        _keep_done(path)
+        _keep_done(path, lock)
     return progress
 
 
@@ -181,7 +226,7 @@ def _done_id(path: Path, number: int, line: bytes) -> str | None:
     return None if "error" in record else str(record["id"])
 
 
-def _keep_done(path: Path) -> None:
+def _keep_done(path: Path, lock: OutputLock) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         with path.open("rb") as source, partial.open("wb") as target:
@@ -191,6 +236,7 @@ def _keep_done(path: Path) -> None:
             target.flush()
             os.fsync(target.fileno())
         shutil.copymode(path, partial)
+        lock.take(partial)
         partial.replace(path)
     except OSError as error:
         raise _unwritable(path, error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ FAILED = 1
 WRONG_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def complain(message: object, *, kind: str = "error", stream: TextIO | None = None) -> None:
@@ -43,6 +45,10 @@ def exit_code(error: BaseException, *, debug: bool = False) -> int:
             _print_traceback(error)
         complain(error)
         return error.exit_code
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        leave_pipe()
+        complain(f"the output cannot be written: {error.strerror}; what came before it is kept")
+        return FAILED
     _print_traceback(error)
     complain(f"this is a fault of Trivet or of a plugin, not of your input: {type(error).__name__}: {error}")
     return FAILED

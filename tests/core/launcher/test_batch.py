@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -293,6 +294,46 @@ def test_an_interrupted_run_keeps_every_finished_line_and_resumes(site: Site, ru
     assert run("generate", config, "-i", source, "-o", target, "--resume").code == 0
     assert target.read_bytes().startswith(before)
     assert texts(read_records(target)) == expected
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files cannot be locked for others there")
+@pytest.mark.parametrize("left", [(), ({"id": "r9", "line": 10, "error": "bad"},), ({"id": "r9", "outputs": []},)])
+def test_two_runs_cannot_write_to_one_file(site: Site, run: Run, left: tuple[Any, ...]) -> None:
+    source, expected = _ten(site)
+    lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
+    target = site.folder / "out.jsonl"
+    if left:
+        site.write("out.jsonl", *left)
+    config = site.config(generate=_GREEDY)
+    arguments = ("-o", target, *(["--resume"] if left else []))
+    with site.start("generate", config, "-i", "-", *arguments) as process:
+        assert process.stdin is not None
+        process.stdin.write("".join(lines[:3]))
+        process.stdin.flush()
+        _wait(lambda: target.exists() and b'"r2"' in target.read_bytes())
+        before = target.read_bytes()
+        second = run("generate", config, "-i", source, "-o", target, "--resume")
+        assert second.code == 2
+        assert "another run is writing" in second.err
+        assert target.read_bytes() == before
+        process.stdin.close()
+        assert process.wait() == 0
+    assert run("generate", config, "-i", source, "-o", target, "--resume").code == 0
+    ids = [record["id"] for record in read_records(target)]
+    assert sorted(ids) == sorted(expected)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [("-i", "in.jsonl", "-o", "/dev/full"), ("--prompt", "a"), ("-i", "in.jsonl")])
+def test_a_full_disk_is_reported_without_a_traceback(site: Site, arguments: tuple[str, ...]) -> None:
+    site.write("in.jsonl", {"prompt": "Hello"})
+    given = [site.folder / one if one == "in.jsonl" else one for one in arguments]
+    with Path("/dev/full").open("wb") as full, site.start("generate", site.config(), *given, stdout=full) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert "No space left on device" in errors
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
 
 
 # ---------------------------------------------------------------- pipes
