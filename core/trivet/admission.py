@@ -14,7 +14,7 @@ from trivet.errors import RequestError
 from trivet.events import Finished, RequestsAdded, RequestsFinished
 from trivet.plan import Int32, Task
 from trivet.roles import Wait
-from trivet.state import Request
+from trivet.state import PromptRange, Request
 from trivet.wire import encode_params
 from trivet_schemas.errors import ParameterError
 from trivet_schemas.sampling import ENGINE_FIELDS, PoolingParams, SamplingParams
@@ -50,6 +50,7 @@ class Admissions:
         adapter: str | None = None,
         cache_tags: Mapping[str, bytes] | None = None,
         parent: str | None = None,
+        ranges: Sequence[PromptRange] = (),
         extra: Mapping[str, bytes] | None = None,
     ) -> Request:
         """See :meth:`trivet.engine.Engine.add_request`."""
@@ -67,7 +68,11 @@ class Admissions:
         if getattr(params, "cache_salt", None):
             tags.setdefault("cache_salt", params.cache_salt.encode())
         if parent is not None and parent in life.requests:
-            _check_parent(life.requests[parent], ids, tags)
+            _check_parent(life.requests[parent], ids, tags, ranges)
+        for name, given in (("adapter", adapter is not None), ("ranges", len(ranges) > 0)):
+            if given and name not in self._p.info.model.takes:
+                raise RequestError(f"{name}: the selected model does not take it", param=name)
+        _check_ranges(ranges, len(ids))
         priority = _check_number("priority", priority, int, params.priority)
         arrival_time = _check_number("arrival_time", arrival_time, float, time.monotonic())
         request = Request(
@@ -84,6 +89,7 @@ class Admissions:
             adapter=adapter,
             cache_tags=tags,
             parent=parent,
+            ranges=tuple(ranges),
             extra=more,
         )
         life.accept(request)
@@ -227,8 +233,19 @@ def _check_number(param: str, value: Any, kind: type[_T], default: _T) -> _T:
     return kind(number)
 
 
-def _check_parent(parent: Request, ids: Int32, tags: Mapping[str, bytes]) -> None:
-    if not np.array_equal(parent.prompt_ids, ids) or parent.cache_tags != tags:
+def _check_ranges(ranges: Sequence[PromptRange], num_prompt: int) -> None:
+    for one in ranges:
+        if one.length < 1 or not 0 <= one.start <= num_prompt - one.length or one.offset < 0:
+            raise RequestError(
+                f"ranges: {one.length} positions of {one.item!r} from {one.start} on are not within the prompt of "
+                f"{num_prompt} tokens",
+                param="ranges",
+            )
+
+
+def _check_parent(parent: Request, ids: Int32, tags: Mapping[str, bytes], ranges: Sequence[PromptRange]) -> None:
+    same = np.array_equal(parent.prompt_ids, ids) and parent.ranges == tuple(ranges)
+    if not same or parent.cache_tags != tags:
         raise RequestError(
             f"parent: {parent.request_id!r} has another prompt, adapter or cache tags, so its blocks cannot be shared",
             param="parent",

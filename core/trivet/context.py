@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trivet.result import Reducer
     from trivet.roles.kv import KVLayout
     from trivet.roles.runner import WorkerInfo
+    from trivet.roles.scheduler import Wait
     from trivet.state import Request, RequestTable
     from trivet_schemas.config import EngineConfig
 
@@ -97,6 +98,10 @@ class EngineContext(Context):
     @abstractmethod
     def release(self, request_id: str, plugin: str, kind: str) -> None:
         """Take a hold back and wake the engine; may be called from any thread."""
+
+    @abstractmethod
+    def explain(self, request_id: str) -> Wait | None:
+        """Why a request did not advance in the last step, see :meth:`trivet.Engine.explain`; engine's thread."""
 
     @abstractmethod
     def plugin_set(self) -> PluginSet:

@@ -34,7 +34,7 @@ class Engine:
         self._faults = Faults(p)
         self._flying: Flying = deque()
         self._wake = threading.Event()
-        p.wake = self._wake.set
+        p.wake, p.context.on_explain = self._wake.set, self.explain
         self._step_id = 0
         self.hooks.engine_started(self.context)
 
@@ -88,14 +88,14 @@ class Engine:
             self._faults.tell_blocks()
         if self.hooks.has_observers("step_finished"):
             legs = {"schedule": scheduling, "run": ran - start, "commit": time.perf_counter() - ran}
-            self.hooks.step_finished(StepFinished(plan, result, legs | result.timings))
+            self.hooks.step_finished(StepFinished(plan, result, events, legs | result.timings))
         return events
 
     # ------------------------------------------------------------------ requests
 
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: Any, **details: Any) -> Request:
         """Validate and queue a request. ``details``: priority, arrival_time, prompt, adapter, cache_tags, parent,
-        extra.
+        ranges, extra.
 
         Raises :class:`trivet.errors.RequestError` naming field, value and rule; nothing is allocated then.
         """

@@ -52,10 +52,13 @@ class RequestsFinished:
 
 @dataclass(slots=True)
 class StepFinished:
-    """``seconds`` by leg: schedule, run, commit, and the worker's phases as it reported them."""
+    """``result`` is the workers' word, ``events`` what the commit made of it (rows that were stale or cut are left out;
+    ``finished`` is filled later); ``seconds`` by leg: schedule, run, commit, and the worker's phases as it reported
+    them."""
 
     plan: StepPlan
     result: StepResult
+    events: CommitEvents
     seconds: dict[str, float]
 
 

@@ -143,7 +143,8 @@ class Transfer:
 
 @dataclass(slots=True)
 class MultimodalRange:
-    """Positions ``[start, start + length)`` of a slot take embeddings of item ``item`` instead of token embeddings."""
+    """Positions ``[start, start + length)`` of a slot, all within this step's tokens, take embeddings of item ``item``
+    instead of token embeddings. The item's data is in the request's ``NewRequest.extra``."""
 
     slot: int
     item: str

@@ -19,6 +19,7 @@ from trivet.plan import (
     InputSource,
     Int32,
     LogitsRows,
+    MultimodalRange,
     NewRequest,
     Ragged,
     StepPlan,
@@ -245,6 +246,7 @@ class Planner:
         # A copy: the indices of adapters that no slot uses are given to others.
         plan.adapters = life.adapters.copy() if life.adapters and bool((plan.adapter >= 0).any()) else []
         plan.new_blocks, plan.copies, plan.zeroing = self._block_deltas()
+        plan.multimodal = self._ranges(rows.slots, rows.computed, rows.scheduled)
         self._clear()
         return plan
 
@@ -367,6 +369,21 @@ class Planner:
             parents.append(chain if draft_parents is None else draft_parents[:used])
         plan.draft_ids = Ragged.from_rows(ids)
         plan.draft_parents = Ragged.from_rows(parents) if tree else None
+
+    def _ranges(self, slots: Int32, computed: Int32, scheduled: Int32) -> list[MultimodalRange]:
+        """What of the requests' ranges lies in this step's tokens."""
+        t = self.table
+        found: list[MultimodalRange] = []
+        for row in np.flatnonzero(t.ranged[slots]).tolist():
+            slot, begin = int(slots[row]), int(computed[row])
+            request = t.requests[slot]
+            assert request is not None
+            for one in request.ranges:
+                first, last = max(one.start, begin), min(one.start + one.length, begin + int(scheduled[row]))
+                if first < last:
+                    offset = one.offset + first - one.start
+                    found.append(MultimodalRange(slot, one.item, first, last - first, offset))
+        return found
 
     def _new_request(self, slot: int, request: Request) -> NewRequest:
         t = self.table

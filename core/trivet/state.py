@@ -29,6 +29,19 @@ class Status(IntEnum):
     FINISHED = 4
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRange:
+    """Positions ``[start, start + length)`` of a prompt that take embeddings of ``item`` instead of their tokens': an
+    image's, or the caller's own. Their token ids are placeholders, so a prefix hash takes ``digest`` and the place in
+    the item in their stead."""
+
+    start: int
+    length: int
+    item: str
+    digest: bytes
+    offset: int = 0  #: first embedding row of the item to use
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request; times are monotonic seconds."""
@@ -46,6 +59,7 @@ class Request:
     adapter: str | None = None
     #: context of the prefix hash, by tag: adapter, cache_salt, image digests, whatever a plugin adds
     cache_tags: Mapping[str, bytes] = field(default_factory=dict)
+    ranges: tuple[PromptRange, ...] = ()
     parent: str | None = None  #: the request whose prompt this one shares (n > 1)
     extra: dict[str, bytes] = field(default_factory=dict)
 
@@ -114,6 +128,7 @@ class RequestTable:
         self.adapter: Int32 = np.full(n, -1, np.int32)
         self.held: Bool = np.zeros(n, np.bool_)
         self.pooled: Bool = np.zeros(n, np.bool_)
+        self.ranged: Bool = np.zeros(n, np.bool_)
         self.prompt_logprobs: Bool = np.zeros(n, np.bool_)
         #: untouched pages of this matrix cost no memory
         self.tokens: Int32 = np.zeros((n, max_model_len), np.int32)
@@ -162,6 +177,7 @@ class RequestTable:
         self.adapter[slot] = -1
         self.held[slot] = bool(request.holds)
         self.pooled[slot] = request.task != Task.GENERATE
+        self.ranged[slot] = bool(request.ranges)
         self.prompt_logprobs[slot] = getattr(params, "prompt_logprobs", None) is not None
         self.tokens[slot, :prompt] = request.prompt_ids
         if request.output_ids:

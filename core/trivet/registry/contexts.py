@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trivet.registry.registry import Registry
     from trivet.registry.selection import Choice
     from trivet.result import Reducer
+    from trivet.roles.scheduler import Wait
     from trivet_schemas.config import EngineConfig
 
 #: roles that a side never holds; the others a side may build for itself (the engine validates with its own grammars)
@@ -163,13 +164,14 @@ def _options_of(choice: Choice) -> Any:
 
 
 class EngineContextImpl(_Built, EngineContext):
-    """The engine's context. The engine sets what :class:`trivet.context.EngineContext` declares, ``on_hold`` and
-    ``on_release``."""
+    """The engine's context. The engine sets what :class:`trivet.context.EngineContext` declares, ``on_hold``,
+    ``on_release`` and ``on_explain``."""
 
     def __init__(self, registry: Registry) -> None:
         super().__init__(registry)
         self.on_hold: Callable[[str, Hold], None] | None = None
         self.on_release: Callable[[str, str, str], None] | None = None
+        self.on_explain: Callable[[str], Wait | None] | None = None
         self.hook_stats = registry.stats
         self.worker_sizes: dict[str, int | None] = {}
 
@@ -184,6 +186,12 @@ class EngineContextImpl(_Built, EngineContext):
         if self.on_release is None:
             raise RuntimeError("requests can be released once the engine runs")
         self.on_release(request_id, plugin, kind)
+
+    def explain(self, request_id: str) -> Wait | None:
+        """Why a request did not advance in the last step."""
+        if self.on_explain is None:
+            raise RuntimeError("requests can be explained once the engine runs")
+        return self.on_explain(request_id)
 
     def prepare_workers(
         self, *, max_num_seqs: int, max_num_batched_tokens: int, tokenizer_size: int | None = None

@@ -26,6 +26,8 @@ class ModelInfo:
     dtype: str = "float32"
     architecture: str = ""
     tasks: tuple[str, ...] = ("generate",)
+    #: what a request may bring besides tokens: ``adapter``, ``ranges``; others are refused at admission
+    takes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -212,6 +212,7 @@ class FakeModel(Model):
             hidden_size=1,
             architecture="fake",
             tasks=("generate", "embed"),
+            takes=("adapter", "ranges"),
         )
 
     def kv_specs(self) -> list[LayerKVSpec]:
