@@ -9,13 +9,13 @@ import pytest
 from engine_kit import FAKE, check_free, drain, engine, expect, greedy, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trivet_schemas.sampling import PoolingParams, SamplingParams
 
 from trivet.engine import Engine
 from trivet.errors import CacheMemoryError, OverloadedError, PluginError, RequestError
 from trivet.hookspecs import hookimpl
 from trivet.testing import fakes
 from trivet.testing.fake_model import reference_tokens
+from trivet_schemas.sampling import PoolingParams, SamplingParams
 
 WORK = {str(i): (p, 3 + i % 20) for i, p in enumerate(prompts(24, seed=7))}
 SCHEDULERS = [
@@ -130,8 +130,9 @@ def test_a_full_queue_is_overload() -> None:
 
 def test_a_pool_too_small_for_one_request_is_refused_at_the_start() -> None:
     cache = {"use": "paged", "block_size": 4, "num_blocks": 17}
-    with pytest.raises(CacheMemoryError, match="Set max_model_len to 64") as caught, engine(
-        max_model_len=96, cache=cache
+    with (
+        pytest.raises(CacheMemoryError, match="Set max_model_len to 64") as caught,
+        engine(max_model_len=96, cache=cache),
     ):
         pass
     assert caught.value.exit_code == 2

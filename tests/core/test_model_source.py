@@ -160,6 +160,15 @@ def test_hub_collection_of_gguf_files(tmp_path: Path, hub: dict[str, Any]) -> No
         resolve_model("Qwen/Some-GGUF")
 
 
+def test_hub_tokenizer_without_weights(tmp_path: Path, hub: dict[str, Any]) -> None:
+    hub["answer"] = make_folder(tmp_path / "snapshots" / "abc", "tokenizer.json")
+    assert resolve_model("owner/tokenizer", weights=False) == ModelLocation("hf", hub["answer"], "abc")
+    assert "*.safetensors" in hub["options"]["ignore_patterns"]
+    hub["answer"] = make_folder(tmp_path / "snapshots" / "def", "config.json")
+    resolve_model("owner/name")
+    assert "*.safetensors" not in hub["options"]["ignore_patterns"]
+
+
 def test_demo_comes_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trivet.demo, "demo_model_path", lambda: tmp_path / "demo.gguf")
     assert resolve_model("demo") == ModelLocation("gguf", tmp_path / "demo.gguf")
