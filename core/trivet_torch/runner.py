@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def resolve_device(name: str) -> torch.device:
         try:
             torch.zeros(1, device=device).item()  # what is missing shows in use only, and differs by kind of device
         except (RuntimeError, AssertionError) as exc:
-            reason = str(exc).partition("\n")[0]
+            reason = re.split(r"\n|\. ", str(exc), maxsplit=1)[0]  # torch adds lists of backends
             raise ModelLoadError(f"device: torch cannot compute on {name!r}: {reason}; use device: cpu") from None
     return device
 
