@@ -263,7 +263,10 @@ class CacheModel:
             for block in blocks:
                 self._memory.pop((group.pool, block), None)
                 for _, cells in self.leases.values():
-                    cells.pop((group.pool, block), None)
+                    if (group.pool, block) in cells:
+                        cells[group.pool, block] = [None] * len(
+                            cells[group.pool, block]
+                        )  # nobody relies on it any more
         self.check()
 
     def reset(self) -> bool:
