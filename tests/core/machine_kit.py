@@ -307,7 +307,8 @@ class Chaos:
         self.token_budget: int | None = None
         self.max_num_seqs: int | None = None
         self.holds: dict[str, str] = {}
-        self.plans: list[StepPlan] = []
+        #: (slot, epoch) of what was in a plan that was sent or committed, emptied by the test
+        self.advanced: set[tuple[int, int]] = set()
         self.started: list[str] = []
         self.ended: list[str] = []
 
@@ -329,10 +330,20 @@ class Chaos:
 
     @hookimpl(wrapper=True)
     def trivet_run(self, plan: Any) -> Iterator[None]:
+        self._note(plan)
         self._strike("before run")
         pending = yield
         self._strike("after run")
         return pending
+
+    @hookimpl(wrapper=True)
+    def trivet_commit(self, plan: Any, result: Any) -> Iterator[None]:
+        self._note(plan)
+        return (yield)
+
+    def _note(self, plan: StepPlan) -> None:
+        self.advanced.update(zip(plan.slots.tolist(), plan.epochs.tolist(), strict=True))
+        self.advanced.update((new.slot, new.epoch) for new in plan.new)
 
     @hookimpl(wrapper=True)
     def trivet_forward(self, batch: Any) -> Iterator[None]:

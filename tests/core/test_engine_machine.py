@@ -4,6 +4,7 @@ once, and leaves nothing behind."""
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -237,6 +238,8 @@ class Life(RuleBasedStateMachine):
         if not engine.has_work:
             return
         by_request = {id(w.request): w for w in self.all}
+        self.chaos.advanced.clear()
+        held = {name for name, request in engine.parts.lifecycle.requests.items() if request.holds}
         events = engine.step()
         assert engine.fault is None
         for i, request in enumerate(events.requests):
@@ -256,6 +259,10 @@ class Life(RuleBasedStateMachine):
             by_request[id(end.request)].ends.append(end.reason)
         engine.check_integrity()
         self.executor.check_integrity()
+        for name, request in engine.parts.lifecycle.requests.items():
+            # A hold from before may have ended with this very step.
+            if name not in held and (request.slot, request.epoch) not in self.chaos.advanced | in_flight(engine):
+                assert engine.explain(name) is not None, f"{name} waits without a reason"
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -308,6 +315,11 @@ class Life(RuleBasedStateMachine):
         assert not runner._transfers.pending
 
 
+def in_flight(engine: Engine) -> set[tuple[int, int]]:
+    slots = np.flatnonzero(engine.table.in_flight)
+    return set(zip(slots.tolist(), engine.table.epoch[slots].tolist(), strict=True))
+
+
 def pick(who: int, some: list[Wanted]) -> Wanted | None:
     return some[who % len(some)] if some else None
 
@@ -325,13 +337,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def lives(examples: int, steps: int) -> None:
+def lives(examples: int, steps: int, *, same: bool = False) -> None:
     run_state_machine_as_test(
         Life,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
+            derandomize=same,
             suppress_health_check=list(HealthCheck),
             database=None,
         ),
@@ -339,9 +352,64 @@ def lives(examples: int, steps: int) -> None:
 
 
 def test_short_lives() -> None:
-    lives(60, 30)
+    lives(60, 30, same=True)
 
 
 @pytest.mark.full
 def test_long_lives() -> None:
     lives(1500, 60)
+
+
+def threaded(seed: int, rules: int) -> None:
+    """A life whose worker runs on another thread: not to be repeated, so it is driven without hypothesis."""
+    rng = random.Random(seed)
+    life: Any = Life()
+    executor = {"depth": rng.randint(1, 3), "feedback": rng.random() < 0.7, "mode": "thread", "wire": False}
+    transfers = rng.choice([None, {"load": rng.randint(0, 3), "store": rng.randint(0, 2), "seed": seed}])
+    drafts = rng.choice([None, None, "random_tree", "far"])
+    life.start(rng.choice(CACHES), rng.choice(SCHEDULERS), executor, drafts, transfers, rng.choice([(), (7,)]))
+
+    def who() -> list[int]:
+        return [rng.randrange(31) for _ in range(rng.randint(1, 3))]
+
+    def prompt() -> int:
+        return rng.randrange(len(PROMPTS))
+
+    def sampling() -> dict[str, Any]:
+        some = {"temperature": 0.7, "stop_token_ids": [rng.randrange(VOCAB)], "logprobs": 1, "prompt_logprobs": 1}
+        return {name: value for name, value in some.items() if rng.random() < 0.4}
+
+    choices: list[Any] = [
+        lambda: life.add_plain(prompt(), rng.randint(1, 10), sampling(), rng.choice([None, "a", "b"]), None),
+        lambda: life.add_long(prompt(), rng.randint(0, 2)),
+        lambda: life.add_pooling(prompt()),
+        lambda: life.add_structured(
+            prompt(), rng.choice(["alternating", "forcing", "nonsense"]), rng.randint(1, 12), rng.randint(1, 12), 0
+        ),
+        lambda: life.add_family(prompt(), rng.randint(1, 3), rng.randint(1, 8)),
+        lambda: life.abort(who()),
+        lambda: life.stop(rng.randrange(31), rng.randint(0, 3)),
+        lambda: life.hold(rng.randrange(31), rng.choice("xy")),
+        life.release,
+        lambda: life.throttle(rng.choice([None, None, 0, 3]), rng.choice([None, None, 1]), who()),
+        lambda: life.arm(rng.choice(kit.PHASES), rng.random() < 0.5, who()),
+        life.refuse,
+        *[lambda: life.step(rng.randint(1, 6))] * 8,
+    ]
+    try:
+        for _ in range(rules):
+            rng.choice(choices)()
+        life.finish()
+    finally:
+        life.engine.shutdown()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lives_with_a_worker_on_another_thread(seed: int) -> None:
+    threaded(seed, 40)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1000, 1300))
+def test_many_lives_with_a_worker_on_another_thread(seed: int) -> None:
+    threaded(seed, 80)
