@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from conformance_providers import NoRepeat, SharingCache
+from conformance_providers import NoRepeat, SharingCache, WindowCache
 
 from trivet.roles import Allocation, CacheHit, CacheStats
 from trivet.testing.fake_model import FakeModel
@@ -155,6 +155,22 @@ class TakesAnyBlockSize(SharingCache):
         from trivet.roles import AttentionSupport
 
         return super().configure(replace(need, support=tuple(AttentionSupport() for _ in need.support)))
+
+
+@found_by(*LIVES, "when it leaves a window")
+class GivesBackABlockTooEarly(WindowCache):
+    windows = (8, 8)
+
+    def outside(self, count: int) -> int:
+        return max(0, count - self._window + 2) // self._size
+
+
+@found_by(*LIVES, "when it leaves a window")
+class ShortensTables(WindowCache):
+    windows = (8, 8)
+
+    def tables(self, slot: int) -> list[Any]:
+        return [np.array([b for b in self._tables[slot] if b], np.int32)]
 
 
 # ---------------------------------------------------------------- schedulers

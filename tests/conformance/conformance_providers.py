@@ -212,11 +212,97 @@ class SharingCache(Cache):
         self._ledger.check_integrity(list(self._free))
 
 
+class WindowCache(Cache):
+    """One group with a window, whose blocks are given back when they leave it; plain lists and counts."""
+
+    wants_commits = True
+
+    def __init__(self, context: Any, options: Any) -> None:
+        self._tables: dict[int, list[int]] = {}
+        self._leases: dict[int, tuple[bool, list[int]]] = {}
+        self._count = 0
+
+    def configure(self, need: CacheRequirements) -> KVLayout:
+        self._size = choose_block_size(4 if need.support[0].block_size_multiple == 1 else None, need.support)
+        self._window = need.specs[0].window or 0
+        self._total = plan_blocks(need, self._size, memory=None, num_blocks=None)
+        self._free = list(range(1, self._total))
+        layers = tuple(spec.layer for spec in need.specs)
+        group = KVGroup(0, layers, "sliding", self._size, self._window)
+        return KVLayout(need.specs, (group,), (KVStorage(layers, self._total),))
+
+    def fits(self, num_tokens: int) -> bool:
+        return -(-num_tokens // self._size) < self._total
+
+    def admit(self, slot: int, request: Any) -> CacheHit:
+        self._tables[slot] = []
+        return CacheHit()
+
+    def extend(self, slots: Any, totals: Any) -> Allocation:
+        out_slots: list[int] = []
+        out_blocks: list[int] = []
+        for row, (slot, total) in enumerate(zip(slots.tolist(), totals.tolist(), strict=True)):
+            missing = max(-(-total // self._size) - len(self._tables[slot]), 0)
+            if missing > len(self._free):
+                return Allocation(row, [out_slots], [out_blocks])
+            blocks = [self._free.pop() for _ in range(missing)]
+            self._tables[slot] += blocks
+            out_slots += [slot] * missing
+            out_blocks += blocks
+        return Allocation(len(slots), [out_slots], [out_blocks])
+
+    def commit(self, slots: Any, num_tokens: Any) -> None:
+        for slot, count in zip(slots.tolist(), num_tokens.tolist(), strict=True):
+            table = self._tables[slot]
+            for index in range(self.outside(count)):
+                if table[index]:
+                    block, table[index] = table[index], 0
+                    self.give_back([block])
+
+    def outside(self, count: int) -> int:
+        """Blocks that the query at position ``count`` and those after it do not see."""
+        return max(0, count - self._window + 1) // self._size
+
+    def give_back(self, blocks: list[int]) -> None:
+        leased = {b for _, kept in self._leases.values() for b in kept}
+        self._free += [b for b in blocks if b and b not in leased and b not in self._free]
+
+    def tables(self, slot: int) -> list[Any]:
+        return [np.array(self._tables[slot], np.int32)]
+
+    def retire(self, slot: int) -> int:
+        return self._lease(True, self._tables.pop(slot))
+
+    def lease(self, blocks: Any) -> int:
+        return self._lease(False, blocks[0].tolist())
+
+    def _lease(self, retired: bool, blocks: list[int]) -> int:
+        self._count += 1
+        self._leases[self._count] = retired, [b for b in blocks if b]
+        return self._count
+
+    def settle(self, lease: int) -> None:
+        _, blocks = self._leases.pop(lease)
+        live = {b for table in self._tables.values() for b in table}
+        self.give_back([b for b in blocks if b not in live])
+
+    def reset(self) -> bool:
+        return not self._tables and not self._leases
+
+    def stats(self) -> CacheStats:
+        used = {b for table in self._tables.values() for b in table if b}
+        retired = {b for kind, kept in self._leases.values() if kind for b in kept} - used
+        leased = {b for kind, kept in self._leases.values() if not kind for b in kept} - used - retired
+        total = self._total - 1
+        return CacheStats(total, total - len(used | retired | leased), len(used), len(retired), len(leased))
+
+
 @hookimpl
 def trivet_providers() -> list[Provider]:
     here = "conformance_providers"
     return [
         Provider("cache", "sharing", f"{here}:SharingCache"),
+        Provider("cache", "window", f"{here}:WindowCache"),
         Provider("logits_processor", "no_repeat", f"{here}:NoRepeat"),
         Provider("logits_processor", "flatten", f"{here}:Flatten", options=FlattenOptions),
     ]

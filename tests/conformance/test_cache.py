@@ -38,6 +38,15 @@ class TestSharing(CacheSuite):
     examples = 40
 
 
+class TestWindow(CacheSuite):
+    """A cache of these tests that gives blocks back when they leave the window."""
+
+    plugins = (conformance_providers,)
+    use = "window"
+    on_demand = True
+    windows = (8, 8)
+
+
 @pytest.mark.full
 class TestSharingAtLength(TestSharing):
     examples = 2000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from trivet.provider import Provider
+from trivet.testing.fakes import FakeModelOptions
 from trivet.testing.suites import RunnerSuite
 
 
@@ -10,5 +12,6 @@ class TestFake(RunnerSuite):
 
 
 class TestTorch(RunnerSuite):
+    plugins = (Provider("model", "fake_on_torch", "conformance_tensors:TensorModel", options=FakeModelOptions),)
     use = "torch_runner"
-    pools = False  # it pools torch tensors, and the fake model's are numpy arrays
+    fake_model = "fake_on_torch"

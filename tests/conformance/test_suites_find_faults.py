@@ -29,6 +29,8 @@ def suite_of(name: str, cls: type, **settings: Any) -> Any:
     provider = Provider(base.role, "faulty_one", f"conformance_faults:{cls.__name__}")
     plugins = {"plugins": (provider, conformance_providers), "use": "faulty_one"}
     given = plugins | SETTINGS.get(name, {}) | settings
+    if hasattr(cls, "windows"):
+        given |= {"windows": cls.windows, "finds_prefixes": False}
     if name == "SchedulerSuite":
         given["sizes"] = lambda self, max_num_seqs, max_num_batched_tokens: {}
 

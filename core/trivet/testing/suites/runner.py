@@ -32,8 +32,10 @@ class RunnerSuite(Suite):
     role: ClassVar[str] = "runner"
     #: drafts in trees
     trees: ClassVar[bool] = True
-    #: pooled outputs; a runner that pools tensors of its own kind only cannot show it on numpy arrays
+    #: pooled outputs
     pools: ClassVar[bool] = True
+    #: the model's provider; name a subclass of the fake model whose hidden states are tensors if the runner needs that
+    fake_model: ClassVar[str] = "fake"
     #: windows of the fake model's layers; several KV groups
     windows: ClassVar[tuple[int | None, ...]] = (None, 5, None)
 
@@ -42,7 +44,7 @@ class RunnerSuite(Suite):
     @contextmanager
     def running(self, *more: object, seed: int = 0, **roles: Any) -> Iterator[Worker]:
         """A worker that is ready for plans."""
-        plugins = {"model": {"use": "fake", "windows": list(self.windows)}} | roles
+        plugins = {"model": {"use": self.fake_model, "windows": list(self.windows)}} | roles
         context = self.worker_context(*more, max_num_seqs=SLOTS, max_model_len=96, plugins=plugins)
         try:
             yield Worker(self.make(context), np.random.default_rng(seed))
@@ -353,7 +355,7 @@ class RunnerSuite(Suite):
     def test_in_an_engine(self, depth: int, drafts: bool, memory: dict[str, Any]) -> None:
         """Under preemption, with steps in flight and drafts, tokens are those of the naive loop."""
         work = make_work(14, seed=depth)
-        roles: dict[str, Any] = {"cache": memory, "model": {"use": "fake", "windows": list(self.windows)}}
+        roles: dict[str, Any] = {"cache": memory, "model": {"use": self.fake_model, "windows": list(self.windows)}}
         roles["executor"] = {"use": "late", "depth": depth}
         if drafts:
             roles["drafter"] = [{"use": "guess", "trees": self.trees, "windows": list(self.windows)}]
