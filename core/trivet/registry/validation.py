@@ -74,21 +74,26 @@ def unmarked_hooks(target: object) -> list[str]:
 
 
 def returns_nothing(function: Callable[..., Any]) -> bool:
-    """Whether every way out of a function returns None, as far as its bytecode tells."""
+    """Whether a function returns, and always None, as far as its bytecode tells. One that only raises is another
+    matter."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return False
     last: dis.Instruction | None = None
+    returns = False
     for instruction in dis.get_instructions(code):
         if instruction.opname == "RETURN_VALUE":
             # A return that is jumped to returns what was left on the stack elsewhere.
             plain = last is not None and last.opname == "LOAD_CONST" and last.argval is None
             if not plain or instruction.is_jump_target:
                 return False
-        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
-            return False
+            returns = True
+        if instruction.opname == "RETURN_CONST":
+            if instruction.argval is not None:
+                return False
+            returns = True
         last = instruction
-    return True
+    return returns
 
 
 def scan(plugin: Plugin) -> None:

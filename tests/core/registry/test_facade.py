@@ -181,6 +181,17 @@ class TestWrappers:
         with pytest.raises(PluginError, match="plugin 'Forgetful' .*trivet_schedule at .*returns nothing; .*return"):
             world.registry(None, Forgetful())
 
+    def test_a_wrapper_that_always_raises_is_taken(self, world: Any) -> None:
+        class Strict:
+            @hookimpl(wrapper=True)
+            def trivet_schedule(self, inputs: Any) -> Any:
+                yield
+                raise ValueError("nothing may run")
+
+        hooks = world.registry(None, Strict()).freeze(schedule=schedule)
+        with pytest.raises(ValueError, match="nothing may run"):
+            hooks.schedule(inputs())
+
     def test_a_wrapper_that_hands_its_work_on_is_taken(self, world: Any) -> None:
         class Split:
             @hookimpl(wrapper=True)
