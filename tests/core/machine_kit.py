@@ -29,6 +29,7 @@ from trivet.roles import (
     TransferWorker,
     WorkerInfo,
 )
+from trivet.roles.base import Side
 from trivet.testing.fake_model import _embed, _salt
 from trivet.wire import decode_plan, decode_result, encode
 from trivet_schemas.options import Options
@@ -175,9 +176,27 @@ class Forcing(Alternating):
         return [last + 1] if before < 16 else ()
 
 
+class Fragile(Alternating):
+    """Raises at its third token."""
+
+    def accept(self, token_id: int) -> bool:
+        if len(self._accepted) == 2:
+            raise MemoryError("too many states")
+        return super().accept(token_id)
+
+
+class Blind(Alternating):
+    """Raises when it is asked for the third token's mask."""
+
+    def fill_bitmask(self, out: Any) -> None:
+        if len(self._accepted) == 2:
+            raise ValueError("no way on")
+        super().fill_bitmask(out)
+
+
 def matcher_of(regex: str) -> Alternating:
     kind, _, limit = regex.partition(":")
-    kinds = {"alternating": Alternating, "forcing": Forcing}
+    kinds = {"alternating": Alternating, "forcing": Forcing, "fragile": Fragile, "blind": Blind}
     if kind not in kinds:
         raise ValueError(f"regex: cannot compile {regex!r}")
     return kinds[kind](int(limit))
@@ -341,6 +360,19 @@ class Chaos:
         self._note(plan)
         return (yield)
 
+    @hookimpl
+    def trivet_extend(self, context: Any) -> list[object]:
+        if context.side is Side.WORKER:
+            sampler = context.get("sampler")
+            add = sampler.add
+
+            def entering(request: Any) -> None:
+                self._strike("entry")
+                add(request)
+
+            sampler.add = entering
+        return []
+
     def _note(self, plan: StepPlan) -> None:
         self.advanced.update(zip(plan.slots.tolist(), plan.epochs.tolist(), strict=True))
         self.advanced.update((new.slot, new.epoch) for new in plan.new)
@@ -375,7 +407,8 @@ class Chaos:
         self.ended += [f.request.request_id for f in event.finished]
 
 
-PHASES = [f"{when} {phase}" for phase in ("run", "forward", "sample", "draft") for when in ("before", "after")]
+#: where :attr:`Chaos.armed` may strike; ``entry``: when a request enters its slot
+PHASES = ["entry", *(f"{at} {phase}" for phase in ("run", "forward", "sample", "draft") for at in ("before", "after"))]
 
 
 class Touchy:

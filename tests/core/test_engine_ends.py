@@ -14,6 +14,7 @@ from trivet.context import Hold
 from trivet.errors import RequestError
 from trivet.hookspecs import hookimpl
 from trivet.plan import Ragged
+from trivet.roles.base import Side
 from trivet.testing.fake_model import reference_tokens
 from trivet_schemas.sampling import PoolingParams, SamplingParams
 
@@ -189,15 +190,32 @@ def test_a_release_does_not_reach_a_later_request_of_the_same_id() -> None:
 # ---------------------------------------------------------------------- faults
 
 
+@pytest.mark.parametrize("kind", ["fragile", "blind"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+def test_a_matcher_that_raises_ends_its_own_request_only(kind: str, drafts: bool) -> None:
+    import drafting
+
+    roles: dict[str, Any] = {"drafter": [{"use": "random_tree"}]} if drafts else {}
+    with engine(kit, *([drafting] if drafts else []), grammar=[{"use": "parity"}], **roles) as e:
+        submit(e)
+        e.add_request("bad", [1, 2], structured(f"{kind}:9", 9))
+        done = drain(e)
+        assert done["bad"].finish_reason == "error"
+        assert "the grammar's matcher failed" in done["bad"].message
+        assert len(done["bad"].output_ids) <= 2
+        expect(done, WORK)
+        check_free(e)
+
+
 class Raises:
-    """A logits processor's wrapper-free fault: raises when a request of the given id enters its slot."""
+    """Raises when a request of the given id enters its slot."""
 
     def __init__(self, name: str, error: Exception) -> None:
         self.name, self.error = name, error
 
     @hookimpl
     def trivet_extend(self, context: Any) -> list[object]:
-        if getattr(context, "rank", None) is not None:
+        if context.side is Side.WORKER:
             sampler, name, error = context.get("sampler"), self.name, self.error
             original = sampler.add
 

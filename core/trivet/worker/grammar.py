@@ -56,6 +56,7 @@ class GrammarPool:
         self._pool: ThreadPoolExecutor | None = None
         self._slots: dict[int, _Constrained] = {}
         self._news: list[ConstraintStatus] = []
+        self._broken: list[RequestFailure] = []
 
     @property
     def compiling(self) -> bool:
@@ -125,7 +126,11 @@ class GrammarPool:
                 continue
             parents = None if rows.draft_parents is None else rows.draft_parents.row(s).tolist()
             masks = out[rows.starts[s] : rows.starts[s + 1]]
-            _fill_row(matcher, masks, rows.drafts.row(s).tolist(), parents)
+            try:
+                _fill_row(matcher, masks, rows.drafts.row(s).tolist(), parents)
+            except Exception as exc:  # noqa: BLE001 - whatever one constraint does ends that request only
+                masks[:] = -1
+                self._break(self._slots[slot], exc)
         return out
 
     def advance(self, rows: SampleRows, sampled: Sampled) -> Advanced:
@@ -143,7 +148,13 @@ class GrammarPool:
             if entry.matcher is None:
                 keep[s] = 0
                 continue
-            keep[s], out.forced[s] = self._advance_row(entry, sampled.accepted.row(s).tolist(), out.errors)
+            try:
+                keep[s], out.forced[s] = self._advance_row(entry, sampled.accepted.row(s).tolist(), out.errors)
+            except Exception as exc:  # noqa: BLE001 - as above
+                keep[s] = 0
+                self._break(entry, exc)
+        out.errors += self._broken
+        self._broken = []
         if (keep < sampled.accepted.lengths).any():
             out.accepted = Ragged.from_rows([sampled.accepted.row(s)[: keep[s]] for s in range(count)])
             out.logprobs = _cut_logprobs(sampled.logprobs, keep)
@@ -177,6 +188,13 @@ class GrammarPool:
                 self._terminated(request)
                 return len(tokens), np.array(forced[: index + 1], np.int32)
         return len(tokens), np.array(forced, np.int32)
+
+    def _break(self, entry: _Constrained, exc: Exception) -> None:
+        """A matcher raised: its state is in doubt, and its request ends."""
+        entry.matcher = None
+        request = entry.request
+        message = f"the grammar's matcher failed: {_describe(exc)}"
+        self._broken.append(RequestFailure(request.slot, request.epoch, message))
 
     def _terminated(self, request: NewRequest) -> None:
         self._news.append(ConstraintStatus(request.slot, request.epoch, ConstraintState.TERMINATED))
