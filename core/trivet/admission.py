@@ -179,6 +179,12 @@ class Admissions:
             if count > limit:
                 raise RequestError(f"the prompt has {count} tokens and the context holds {limit}", param="prompt")
             return count, _TASKS[params.task]
+        if params.n != 1:
+            raise RequestError(
+                f"n: the engine takes one output per request, got {params.n}; add a request for each, with parent= the "
+                "first one's id (trivet.LLM and trivet.AsyncEngine do that)",
+                param="n",
+            )
         try:
             params.check_context(count, limit)
             params.check_vocabulary(self._p.vocab_size)

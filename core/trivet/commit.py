@@ -143,7 +143,7 @@ class Committer:
         nth = np.arange(len(tokens), dtype=np.int32) - np.repeat(starts[:-1], many) if several else 0
         owner = np.repeat(sub, many) if several else sub
         position = table.num_known[owner] + nth
-        stops = (table.stop_ids[owner] == tokens[:, None]).any(axis=1) & (position >= table.min_total[owner])
+        stops = table.stops(owner, tokens) & (position >= table.min_total[owner])
         last = stops | (position >= table.max_total[owner] - 1)
         ending = np.flatnonzero(last)
         if several and len(ending):

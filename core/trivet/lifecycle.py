@@ -339,6 +339,8 @@ class Lifecycle:
             slot = transfer.slot
             if transfer_id in failed:
                 self._rewind(slot, self._valid_until(transfer, invalid), rewound)
+                if not request.num_preemptions:
+                    request.num_cached_tokens = min(request.num_cached_tokens, int(self.table.num_computed[slot]))
             same = (slot, transfer.epoch)
             if any((t.slot, t.epoch) == same and not stores for t, _, stores in self._transfers.values()):
                 continue

@@ -398,7 +398,7 @@ class Planner:
             params=request.params,
             task=Task(request.task),
             seed=request.seed,
-            stop_ids=t.stop_ids[slot][t.stop_ids[slot] >= 0],
+            stop_ids=t.all_stop_ids(slot),
             adapter=request.adapter,
             parent_slot=self._parents.get(slot, -1),
             resumed=request.num_preemptions > 0,

@@ -18,6 +18,8 @@ import numpy as np
 from trivet.context import Hold
 from trivet.plan import Bool, Int32, Int64, Task
 
+_STOP_IDS = 8  # columns of stop ids; a request may have more
+
 
 class Status(IntEnum):
     """Where a request stands."""
@@ -132,7 +134,9 @@ class RequestTable:
         self.prompt_logprobs: Bool = np.zeros(n, np.bool_)
         #: untouched pages of this matrix cost no memory
         self.tokens: Int32 = np.zeros((n, max_model_len), np.int32)
-        self.stop_ids: Int32 = np.full((n, 4), -1, np.int32)
+        self.stop_ids: Int32 = np.full((n, _STOP_IDS), -1, np.int32)
+        #: slot → all of its stop ids, where there are more than the columns hold
+        self.many_stop_ids: dict[int, Int32] = {}
         self.drafts: dict[int, tuple[Int32, Int32 | None]] = {}  #: slot → (ids, parents)
         self._free = list(range(n - 1, -1, -1))
         self._running: dict[int, None] = {}  # slots in admission order
@@ -182,12 +186,12 @@ class RequestTable:
         self.tokens[slot, :prompt] = request.prompt_ids
         if request.output_ids:
             self.tokens[slot, prompt:known] = request.output_ids
-        if len(stop_ids) > self.stop_ids.shape[1]:
-            grown = np.full((self.max_num_seqs, 2 * len(stop_ids)), -1, np.int32)
-            grown[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = grown
         self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+        if len(stop_ids) <= _STOP_IDS:
+            self.stop_ids[slot, : len(stop_ids)] = stop_ids
+        else:
+            # Wider columns would slow every step down, for as long as the engine runs.
+            self.many_stop_ids[slot] = np.array(stop_ids, np.int32)
         self._running[slot] = None
         self._order = None
         return slot
@@ -209,10 +213,25 @@ class RequestTable:
         self.epoch[slot] = -1
         self.held[slot] = False
         self.drafts.pop(slot, None)
+        self.many_stop_ids.pop(slot, None)
         del self._running[slot]
         self._free.append(slot)
         self._order = None
         return request
+
+    def stops(self, slots: Int32, tokens: Int32) -> Bool:
+        """``[n]`` whether ``tokens[i]`` is a stop id of ``slots[i]``."""
+        found: Bool = (self.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        for slot, ids in self.many_stop_ids.items():
+            own = slots == slot
+            found[own] = np.isin(tokens[own], ids)
+        return found
+
+    def all_stop_ids(self, slot: int) -> Int32:
+        """``[n]`` the stop ids of a slot."""
+        few: Int32 = self.stop_ids[slot]
+        many = self.many_stop_ids.get(slot)
+        return few[few >= 0] if many is None else many
 
     def num_output(self, request: Request) -> int:
         """Committed outputs of a request, in a slot or not."""

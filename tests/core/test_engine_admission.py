@@ -46,6 +46,7 @@ LONE = "\ud800"
         ({"prompt_token_ids": ()}, "empty"),
         ({"params": greedy(1, structured_outputs={"regex": LONE})}, "structured_outputs: cannot be sent to a worker"),
         ({"params": greedy(1, extra_args={"a": object()})}, "extra_args: cannot be sent to a worker.*object"),
+        ({"params": SamplingParams(n=3)}, "n: the engine takes one output per request, got 3"),
         ({"params": PoolingParams(extra_args={"a": 2**70})}, "extra_args: cannot be sent to a worker"),
     ],
     ids=lambda value: ascii(value)[:40],

@@ -38,6 +38,26 @@ def test_adapters_that_nobody_uses_any_more_are_forgotten() -> None:
         assert sent == [[]] * len(sent)
 
 
+def test_a_long_list_of_stop_tokens_costs_its_own_request_only() -> None:
+    prompt = [1, 2, 3]
+    tokens = reference_tokens(prompt, 30)
+    others = [t for t in range(64) if t not in tokens]
+    with engine() as e:
+        width = e.table.stop_ids.shape[1]
+        for i in (5, 10, 15):
+            e.add_request(str(i), prompt, greedy(30, stop_token_ids=[*others[: 3 * i], tokens[i]]))
+        e.add_request("few", prompt, greedy(30, stop_token_ids=[tokens[7]]))
+        e.add_request("none", prompt, greedy(30))
+        done = drain(e)
+        for i in (5, 10, 15):
+            first = tokens.index(tokens[i])
+            assert (done[str(i)].output_ids, done[str(i)].stop_reason) == (tokens[: first + 1], tokens[i])
+        assert done["few"].output_ids == tokens[: tokens.index(tokens[7]) + 1]
+        assert done["none"].output_ids == tokens
+        assert e.table.stop_ids.shape[1] == width
+        assert not e.table.many_stop_ids
+
+
 def waiting(count: int) -> tuple[WaitingQueue, list[Request]]:
     queue = WaitingQueue(lambda r: r.priority)
     requests = [Request(str(i), np.ones(1, np.int32), None, 9, 0, index=i) for i in range(count)]
@@ -156,6 +176,15 @@ def test_what_a_connector_failed_to_load_stops_nobody_else() -> None:
         for i in range(12):
             assert done[str(i)].output_ids == reference_tokens([i] * 30, 2)
         check_free(e)
+
+
+@pytest.mark.parametrize(("good", "found"), [(0, 0), (2, 8), (100, 29)])
+def test_only_tokens_that_were_loaded_count_as_cached(good: int, found: int) -> None:
+    import transfers
+
+    with engine(transfers, connector={"use": "shelf", "good_blocks": good}) as e:
+        e.add_request("a", list(range(30)), greedy(2))
+        assert drain(e)["a"].num_cached_tokens == found
 
 
 def test_a_request_with_prompt_logprobs_loads_nothing() -> None:
