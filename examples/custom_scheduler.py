@@ -71,7 +71,7 @@ class ShortestFirst(Scheduler):
         for entry in list(self._queue) if not planner.num_preempted else []:
             if planner.is_held(entry[2]):
                 continue
-            if not planner.admit(entry[2], planner.tokens_left).ok:
+            if planner.tokens_left < 1 or not planner.admit(entry[2], planner.tokens_left).ok:
                 break
             self._queue.remove(entry)
         return planner.finish()
