@@ -84,7 +84,7 @@ class _Batch:
         self._engine.abort([child for submission in self._submissions for child in submission.child_ids])
         for submission in self._submissions:
             self._stage.drop(submission)
-        while self._engine.has_work:
+        while self._engine.has_unfinished:
             self._engine.step()
 
 

@@ -130,9 +130,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to do or to report."""
-        life = self.parts.lifecycle
         # A transfer's end is reported with a step, and there are no more steps after a fault.
-        return bool(life.requests or self._flying or life.ended or (life.has_transfers and self._faults.healthy))
+        return self.has_unfinished or (self.parts.lifecycle.has_transfers and self._faults.healthy)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request has not ended, an end has not been reported, or a step is in flight. Unlike
+        :attr:`has_work` it does not wait for transfers, which depend on what is outside."""
+        life = self.parts.lifecycle
+        return bool(life.requests or self._flying or life.ended)
 
     def explain(self, request_id: str) -> Wait | None:
         """Why a request did not advance in the last step: compute, memory, turn, or a hold, with numbers."""

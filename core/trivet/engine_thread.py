@@ -106,7 +106,7 @@ class EngineThread:
                 if self._run_commands(engine, wait=not engine.has_work):
                     self._step(engine)
             self._closing(engine)
-            while engine.has_work:
+            while engine.has_unfinished:
                 self._step(engine)
         except Exception as exc:  # noqa: BLE001  # logged, and told to everyone who waits
             _log.exception("the engine's loop failed")

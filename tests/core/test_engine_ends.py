@@ -8,13 +8,14 @@ from typing import Any
 import machine_kit as kit
 import numpy as np
 import pytest
-from engine_kit import check_free, drain, engine, expect, greedy, prompts
+from engine_kit import check_free, config, drain, engine, expect, greedy, prompts
 
 from trivet.context import Hold
 from trivet.errors import RequestError
 from trivet.hookspecs import hookimpl
 from trivet.plan import Ragged
 from trivet.roles.base import Side
+from trivet.testing import fakes
 from trivet.testing.fake_model import reference_tokens
 from trivet_schemas.sampling import PoolingParams, SamplingParams
 
@@ -340,6 +341,27 @@ def test_nothing_is_left_to_do_after_a_fault_or_a_shutdown(ending: str) -> None:
             if e.has_work:
                 e.step()
         assert not e.has_work
+
+
+def test_an_engine_can_be_shut_down_while_a_transfer_never_ends() -> None:
+    """Its blocks are kept, so it is work, but nobody has to wait for it."""
+    import asyncio
+
+    import transfers
+
+    from trivet import AsyncEngine
+
+    settings = config(connector={"use": "shelf", "load": False, "store": True, "steps": 10**9})
+
+    async def serve() -> None:
+        async with AsyncEngine(settings, [fakes, transfers]) as served:
+            async for output in served.generate([1, 2], greedy(3)):
+                last = output
+            assert last.outputs[0].token_ids == reference_tokens([1, 2], 3)
+            assert served.engine.has_work
+            assert not served.engine.has_unfinished
+
+    asyncio.run(asyncio.wait_for(serve(), 30))
 
 
 def test_observers_hear_of_the_requests_that_a_shutdown_aborts() -> None:

@@ -124,7 +124,7 @@ class Session:
             self._stage.drop(submission)
         self._unfinished.clear()
         self._waiting.clear()
-        while self.engine.has_work:
+        while self.engine.has_unfinished:
             self.engine.step()
 
     def _feed(self) -> None:

@@ -193,6 +193,11 @@ class ScriptedEngine:
             self.finish(self.requests[request_id], "stop", stop_reason)
 
     @property
+    def has_unfinished(self) -> bool:
+        """As :attr:`has_work`: nothing is transferred here."""
+        return self.has_work
+
+    @property
     def has_work(self) -> bool:
         return bool(self.requests or self.ended)
 
