@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,7 +54,7 @@ class TorchAttention(Attention):
         try:
             for storage in layout.storage:
                 self._kv.update(_allocate(storage, specs, sizes, self._context.device))
-        except RuntimeError as exc:
+        except (RuntimeError, MemoryError) as exc:
             self._kv.clear()
             raise CacheMemoryError(
                 f"the KV cache of {layout.num_bytes / 2**20:.0f} MiB does not fit into the memory of "
@@ -156,17 +157,26 @@ def _allocate(
     key_page = _aligned(max(key for key, _ in sizes.values()))
     value_page = _aligned(max(value for _, value in sizes.values()))
     if key_page + value_page <= page:
-        keys = torch.zeros(storage.num_blocks, key_page, dtype=torch.uint8, device=device)
-        values = torch.zeros(storage.num_blocks, value_page, dtype=torch.uint8, device=device)
+        keys = _zeros(storage.num_blocks, key_page, device)
+        values = _zeros(storage.num_blocks, value_page, device)
         return {
             layer: (_view(keys, 0, key, dtype), _view(values, 0, value, dtype))
             for layer, (key, value, dtype) in shapes.items()
         }
-    pages = torch.zeros(storage.num_blocks, page, dtype=torch.uint8, device=device)
+    pages = _zeros(storage.num_blocks, page, device)
     return {
         layer: (_view(pages, 0, key, dtype), _view(pages, sizes[layer][0], value, dtype))
         for layer, (key, value, dtype) in shapes.items()
     }
+
+
+def _zeros(num_blocks: int, page: int, device: str) -> Tensor:
+    """``[num_blocks, page]`` zero bytes."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(num_blocks, page, dtype=torch.uint8, device=device)
+    # Unlike torch's, numpy's zeros are pages that the system hands out when they are first written to, so a large cache
+    # costs neither time at the start nor memory before it is used.
+    return torch.from_numpy(np.zeros((num_blocks, page), np.uint8))
 
 
 def _aligned(size: int) -> int:
