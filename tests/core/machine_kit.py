@@ -328,6 +328,8 @@ class Chaos:
         self.holds: dict[str, str] = {}
         #: (slot, epoch) of what was in a plan that was sent or committed, emptied by the test
         self.advanced: set[tuple[int, int]] = set()
+        self.cache: Any = None
+        self.blocks: dict[int, Any] = {}  # by step: those that its rows may write, in the first KV group
         self.started: list[str] = []
         self.ended: list[str] = []
 
@@ -350,6 +352,9 @@ class Chaos:
     @hookimpl(wrapper=True)
     def trivet_run(self, plan: Any) -> Iterator[None]:
         self._note(plan)
+        if self.cache is not None:
+            tables = [self.cache.tables(slot)[0] for slot in plan.slots.tolist()]
+            self.blocks[plan.step_id] = np.concatenate([np.empty(0, np.int32), *tables])
         self._strike("before run")
         pending = yield
         self._strike("after run")

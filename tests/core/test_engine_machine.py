@@ -96,6 +96,7 @@ class Life(RuleBasedStateMachine):
         self.chaos = kit.Chaos()
         self.engine = Engine(config, [*plugins, self.chaos, kit.Touchy()])
         self.executor = self.engine.context.get("executor")
+        self.chaos.cache = self.engine.parts.cache
         self.all: list[Wanted] = []
         self.held: dict[str, Wanted] = {}
         self.count = 0
@@ -259,6 +260,11 @@ class Life(RuleBasedStateMachine):
             by_request[id(end.request)].ends.append(end.reason)
         engine.check_integrity()
         self.executor.check_integrity()
+        ledger = engine.parts.cache._ledger
+        for plan, _, _ in engine._flying:
+            blocks = self.chaos.blocks[plan.step_id]
+            needed = ledger._used[blocks] + ledger._retired[blocks] + ledger._leased[blocks]
+            assert needed.all(), f"blocks of step {plan.step_id}, which is in flight, are free"
         for name, request in engine.parts.lifecycle.requests.items():
             # A hold from before may have ended with this very step.
             if name not in held and (request.slot, request.epoch) not in self.chaos.advanced | in_flight(engine):
