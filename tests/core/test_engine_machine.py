@@ -363,7 +363,7 @@ def test_short_lives() -> None:
 
 @pytest.mark.full
 def test_long_lives() -> None:
-    lives(1500, 60)
+    lives(600, 60)
 
 
 def threaded(seed: int, rules: int) -> None:
