@@ -99,7 +99,9 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
             raise PluginError(
                 f"the selected attention plugin cannot serve layer {spec.layer} ({spec.kind}): {support.problem}"
             )
-    layout, max_model_len = negotiate(cache, info, limits, config.max_model_len)
+    depth = executor.max_in_flight if executor.token_feedback else 1
+    in_flight = depth * (limits.max_num_batched_tokens + info.draft_lookahead)
+    layout, max_model_len = negotiate(cache, info, limits, config.max_model_len, in_flight)
     executor.configure_cache(layout)
     table = RequestTable(limits.max_num_seqs, max_model_len)
     eos = frozenset(info.model.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer is not None else ())
@@ -126,9 +128,12 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
     committer = Committer(table, cache, lifecycle, eos)
     context.table, context.planner, context.max_model_len = table, planner, max_model_len
     context.layout, context.info, context.requests = layout, info, MappingProxyType(lifecycle.requests)
+    for tier in context.all("cache_tier"):
+        tier.bind(context)
     cache.bind(context)
     scheduler.bind(context)
     hooks = registry.freeze()
+    cache.observed = hooks.has_observers("blocks_stored") or hooks.has_observers("blocks_evicted")
     hooks.bind("schedule", scheduler.schedule)
     hooks.bind("commit", committer.commit)
     vocab = info.model.vocab_size if tokenizer is None else min(tokenizer.size, info.model.vocab_size)
@@ -157,14 +162,23 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
     return parts
 
 
-def negotiate(cache: Cache, info: WorkerInfo, limits: SchedulerLimits, wanted: int | None) -> tuple[KVLayout, int]:
+def negotiate(
+    cache: Cache, info: WorkerInfo, limits: SchedulerLimits, wanted: int | None, in_flight: int
+) -> tuple[KVLayout, int]:
     """Sizes of the cache, and the context length: the model's, or as asked for, or what fits if nothing was asked
     for."""
     length = info.model.max_model_len if wanted is None else wanted
 
     def configure(max_model_len: int) -> KVLayout:
         return cache.configure(
-            CacheRequirements(info.specs, info.support, info.available_bytes, max_model_len, limits.max_num_seqs)
+            CacheRequirements(
+                info.specs,
+                info.support,
+                info.available_bytes,
+                max_model_len,
+                limits.max_num_seqs,
+                in_flight,
+            )
         )
 
     try:

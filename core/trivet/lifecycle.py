@@ -200,7 +200,7 @@ class Lifecycle:
         """Take slot and blocks from a running request and queue it again under a later epoch."""
         request = self.table.requests[slot]
         assert request is not None
-        request.num_recomputed_tokens += int(self.table.num_computed[slot])
+        request.num_lost_tokens = int(self.table.num_computed[slot])
         self._preempted.append((slot, request.epoch))
         self._vacate(slot)
         # What the worker knew of this admission is gone, so what was held for it starts again at the next one.
@@ -303,13 +303,15 @@ class Lifecycle:
             self.hold(request, Hold("transfer", "core", detail, time.monotonic()))
 
     def start_store(self, store: Transfer) -> None:
-        """Number a store and lease its blocks."""
+        """Number a store and lease its blocks, unless it reads them before anything is written."""
         self._start(store, self._stores, store=True)
 
     def _start(self, transfer: Transfer, queue: list[Transfer], *, store: bool) -> None:
         self._next_transfer += 1
         transfer.transfer_id = self._next_transfer
-        self._transfers[transfer.transfer_id] = (transfer, self.cache.lease(transfer.blocks), store)
+        unleased = store and transfer.blocking
+        blocks = [EMPTY_I32 for _ in transfer.blocks] if unleased else transfer.blocks
+        self._transfers[transfer.transfer_id] = (transfer, self.cache.lease(blocks), store)
         queue.append(transfer)
 
     def _store_finished(self, request: Request, slot: int) -> None:
@@ -326,12 +328,20 @@ class Lifecycle:
     def end_transfers(self, finished: Int64, failed: Int64, invalid: Sequence[Int32]) -> set[int]:
         """Take over the workers' report; returns the slots whose computed tokens were rewound."""
         rewound: set[int] = set()
+        sharers = self.cache.invalidate(invalid) if any(len(b) for b in invalid) else []
+        own = {self._transfers[i][0].slot for i in failed.tolist() if i in self._transfers}
+        for slot, valid in sharers:
+            if slot in own:
+                self._rewind(slot, valid, rewound)
+            elif int(self.table.num_computed[slot]) > valid:
+                # Two requests must not both compute into one block.
+                self.preempt(slot)
         for transfer_id in finished.tolist() + failed.tolist():
             if transfer_id not in self._transfers:
                 continue
             transfer, lease, is_store = self._transfers.pop(transfer_id)
-            self.cache.settle(lease)
             self.cache.transfer_ended(transfer, ok=transfer_id not in failed)
+            self.cache.settle(lease)
             if is_store or not self.live(transfer):
                 continue
             request = self.table.requests[transfer.slot]
@@ -348,9 +358,6 @@ class Lifecycle:
             if not self.table.in_flight[slot]:
                 self.table.num_committed[slot] = self.table.num_computed[slot]
             self.release(request, "core", "transfer")
-        if any(len(b) for b in invalid):
-            for slot, valid in self.cache.invalidate(invalid):
-                self._rewind(slot, valid, rewound)
         return rewound
 
     def _valid_until(self, transfer: Transfer, invalid: Sequence[Int32]) -> int:

@@ -124,9 +124,10 @@ class BlockDelta:
 class Transfer:
     """A movement of KV blocks to or from somewhere outside the pool; the worker reports it done under ``transfer_id``.
 
-    A *load* fills ``blocks`` from ``source``; a *store* reads them. ``keys`` name the blocks to the other side, one per
-    block. ``blocks[g]`` are block ids of KV group ``g``. A load with ``blocking`` set must be complete before the
-    forward of the same step reads; otherwise the request is held until the transfer is reported.
+    A *load* fills ``blocks``, a *store* reads them. ``keys`` name the blocks to the other side, one per block, group
+    after group; the null block has an empty key. ``blocks[g]`` are block ids of KV group ``g``. A load with
+    ``blocking`` set must be complete before the forward of the same step reads; otherwise the request is held until
+    the transfer is reported. A store with ``blocking`` set has read its blocks before the same step writes anything.
     """
 
     transfer_id: int

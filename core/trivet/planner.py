@@ -192,9 +192,9 @@ class Planner:
         if budget < min(max_tokens, 1):
             return Admission(False, reason="compute")
         slot = self._life.assign(request)
-        if not self._allocate(request, slot, reserve):
+        if not self._allocate(request, slot, budget, reserve):
             self._life.unassign(slot)
-            return Admission(False, reason="memory")
+            return Admission(False, reason="hold" if request.holds else "memory")
         self._new[slot] = request
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.monotonic()
@@ -252,26 +252,27 @@ class Planner:
 
     # ------------------------------------------------------------------ parts
 
-    def _allocate(self, request: Request, slot: int, reserve: int) -> bool:
-        """Blocks for all known tokens and ``reserve`` more; False when memory is short (the slot has a table all
-        the same)."""
+    def _allocate(self, request: Request, slot: int, budget: int, reserve: int) -> bool:
+        """Blocks for all known tokens and ``reserve`` more; False when memory is short or the cache holds the request
+        (the slot has a table all the same)."""
         t = self.table
         known = int(t.num_known[slot])
         fork = self._fork_source(request)
         loads: list[Transfer] = []
-        forked = None
-        if fork >= 0:
-            shared = int(t.num_prompt[slot]) - 1
-            forked = self.cache.fork(fork, slot, shared)
-            if forked is None:
-                self.cache.admit(slot, request)  # an empty table, so that there is one to give back
-                return False
-        else:
+        shared = int(t.num_prompt[slot]) - 1
+        forked = self.cache.fork(fork, slot, shared) if fork >= 0 else None
+        if forked is None:
             hit = self.cache.admit(slot, request)
-            shared, loads = hit.num_tokens, hit.loads
+            if request.holds:
+                return False
+            fork, shared, loads = -1, hit.num_tokens, hit.loads
         t.num_computed[slot] = t.num_committed[slot] = shared
-        total = max(min(known + max(reserve, self._lookahead), int(t.max_total[slot])), known)
-        got = self.cache.extend(np.array([slot], np.int32), np.array([total], np.int32))
+        # A prompt whose logprobs are wanted is never found; whatever else is loaded comes on top of the hit.
+        first = known if self._connector is not None else min(known, shared + budget)
+        most = int(t.max_total[slot])
+        total = max(min(first + self._lookahead, most), first)
+        reserved = max(min(known + max(reserve, self._lookahead), most), known)
+        got = self.cache.extend(*(np.array([n], np.int32) for n in (slot, total, reserved)))
         if got.rows < 1:
             return False
         # Only now is it certain that the request gets in, and whatever its blocks need may enter the plan.
@@ -290,6 +291,8 @@ class Planner:
             self._life.start_load(request, load)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = int(t.num_computed[slot])
+        request.num_recomputed_tokens += max(request.num_lost_tokens - int(t.num_computed[slot]), 0)
+        request.num_lost_tokens = 0
         if getattr(request.params, "structured_outputs", None) is not None:
             hold = Hold("grammar", "core", "its grammar is being compiled", time.monotonic())
             request.holds[hold.plugin, hold.kind] = hold
@@ -314,8 +317,8 @@ class Planner:
         parent = self._life.parent(request)
         if parent is None or parent.slot < 0 or parent.slot in self._new or request.output_ids:
             return -1
-        # A shared prompt's logits are the parent's.
-        if getattr(request.params, "prompt_logprobs", None) is not None:
+        # A shared prompt's logits are the parent's, and what is still being loaded may fail.
+        if getattr(request.params, "prompt_logprobs", None) is not None or self.table.held[parent.slot]:
             return -1
         ready = self.table.num_committed[parent.slot] >= request.num_prompt
         return parent.slot if ready else -1

@@ -44,7 +44,7 @@ class PromptRange:
     offset: int = 0  #: first embedding row of the item to use
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One request; times are monotonic seconds."""
 
@@ -78,7 +78,8 @@ class Request:
     finished_time: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = -1  #: found in the prefix cache at the first admission; -1: not admitted yet
-    num_recomputed_tokens: int = 0
+    num_recomputed_tokens: int = 0  #: computed again after preemptions; what was found in the cache does not count
+    num_lost_tokens: int = 0  #: computed when the last preemption took the blocks, until the next admission
 
     @property
     def num_prompt(self) -> int:

@@ -45,7 +45,7 @@ class ContiguousCache(Cache):
         """An empty table: the run is reserved by the first :meth:`extend`."""
         return CacheHit()
 
-    def extend(self, slots: Int32, totals: Int32) -> Allocation:
+    def extend(self, slots: Int32, totals: Int32, reserve: Int32 | None = None) -> Allocation:
         """Reserve the run of every row that has none; a row that has one never needs more."""
         out_slots: list[int] = []
         out_blocks: list[int] = []

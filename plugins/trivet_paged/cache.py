@@ -1,89 +1,371 @@
-"""Blocks on demand: a table grows by a block when its tokens need one (PagedAttention, Kwon et al., SOSP 2023)."""
+"""Blocks on demand, shared where contents are equal (PagedAttention, Kwon et al., SOSP 2023)."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trivet.events import BlocksEvicted, BlocksStored
 from trivet.ledger import BlockLedger
-from trivet.plan import Int32
-from trivet.roles import Allocation, Cache, CacheHit, CacheRequirements, CacheStats, KVGroup, KVLayout, KVStorage
-from trivet.sizing import choose_block_size, plan_blocks
+from trivet.plan import Int32, Transfer
+from trivet.roles import Allocation, Cache, CacheHit, CacheRequirements, CacheStats, CacheTier, KVLayout
+from trivet.sizing import choose_block_size, plan_blocks, with_dtype
+from trivet_paged.groups import plan_groups
+from trivet_paged.hashing import Hasher
+from trivet_paged.lookup import Found, Lookup
+from trivet_paged.pool import BlockPool, EventLog
+from trivet_paged.sharing import PrefixSharing
+from trivet_paged.tiers import TierTraffic
 
 if TYPE_CHECKING:
-    from trivet.context import Context
+    from trivet.context import Context, EngineContext
     from trivet.state import Request
     from trivet_paged.options import PagedOptions
 
 
 class PagedCache(Cache):
-    """One KV group for all layers; layers with a window keep all tokens and mask what is outside it."""
+    """Block tables over one pool for all KV groups, with a prefix cache.
+
+    A block that is full of committed tokens is named by a hash over everything before it, and found under that name
+    until it is reused; blocks of ended requests are reused tail first, so that tails go before the heads that others
+    share. Groups with a window give blocks back as soon as they have left it."""
+
+    can_fork = True
 
     def __init__(self, context: Context | None, options: PagedOptions) -> None:
         self._options = options
-        self._free: deque[int] = deque()
+        self._caching = options.prefix_caching
+        self.has_events = self._caching
+        self._tiers: TierTraffic | None = None
+        self._sharing: PrefixSharing | None = None
+        self._queries = self._hits = self._tier_hits = 0
 
     def configure(self, need: CacheRequirements) -> KVLayout:
         """See :meth:`Cache.configure`."""
+        need = with_dtype(self._options.dtype, need)
         size = choose_block_size(self._options.block_size, need.support)
-        blocks = plan_blocks(need, size, memory=self._options.memory, num_blocks=self._options.num_blocks)
-        self.block_size = size
-        self._ledger = BlockLedger(blocks, need.max_num_seqs, -(-need.max_model_len // size))
-        self._free = deque(range(1, blocks))
-        layers = tuple(spec.layer for spec in need.specs)
-        group = KVGroup(0, layers, "full", size)
-        return KVLayout(need.specs, (group,), tuple(KVStorage((layer,), blocks) for layer in layers))
+        plan = plan_groups(need.specs, need.support, size)
+        self._groups, self.block_size, self._in_flight = plan.groups, size, need.max_tokens_in_flight
+        blocks = plan_blocks(
+            need,
+            size,
+            memory=self._options.memory,
+            num_blocks=self._options.num_blocks,
+            page_bytes=plan.page_bytes,
+            blocks_for=self._most_blocks,
+            keeps_content=self._caching,
+        )
+        self._windowed = [group for group in plan.groups if group.windowed]
+        self.wants_commits = self._caching or bool(self._windowed)
+        self._ledger = BlockLedger(
+            blocks, need.max_num_seqs, [-(-need.max_model_len // group.size) for group in plan.groups]
+        )
+        self._pool = BlockPool(blocks, len(plan.groups))
+        self._hasher = Hasher(size)
+        self._lookup = Lookup(plan.groups, self._pool, ())
+        self._events = EventLog()
+        self._chains: dict[int, list[bytes]] = {}
+        #: blocks of the smallest size that are named already, or were found, by slot
+        self._named: Int32 = np.zeros(need.max_num_seqs, np.int32)
+        #: leading entries that were given back because they left the window, by group and slot
+        self._passed: Int32 = np.zeros((len(plan.groups), need.max_num_seqs), np.int32)
+        return KVLayout(need.specs, tuple(group.kv for group in plan.groups), plan.storage(blocks))
+
+    def bind(self, context: EngineContext) -> None:
+        """See :meth:`Cache.bind`."""
+        self._table = context.table
+        tiers: Sequence[CacheTier] = context.all("cache_tier")
+        if self._caching:
+            self._sharing = PrefixSharing(context, self.block_size)
+            if tiers:
+                self._tiers = TierTraffic(tiers, self._groups)
+                self._lookup = Lookup(self._groups, self._pool, tiers)
 
     def fits(self, num_tokens: int) -> bool:
         """See :meth:`Cache.fits`."""
-        return -(-num_tokens // self.block_size) < self._ledger.num_blocks
+        return self._most_blocks(num_tokens) < self._ledger.num_blocks
+
+    def _most_blocks(self, num_tokens: int) -> int:
+        return sum(group.most_blocks(num_tokens, self._in_flight) for group in self._groups)
+
+    # ------------------------------------------------------------------ admission
 
     def admit(self, slot: int, request: Request) -> CacheHit:
-        """An empty table: nothing is kept from one request to another."""
-        return CacheHit()
+        """See :meth:`Cache.admit`."""
+        self._named[slot] = 0
+        self._passed[:, slot] = 0
+        if not self._caching:
+            return CacheHit()
+        assert self._sharing is not None
+        known = int(self._table.num_known[slot])
+        chain = self._hasher.chain(request, self._table.tokens[slot], known)
+        self._chains[slot] = chain
+        count = known // self.block_size
+        if self._table.prompt_logprobs[slot]:
+            return CacheHit()
+        found = self._lookup.longest(chain[:count], known - 1)
+        if not self._affordable(found, known):
+            # It will not get in, so what it would share keeps its place in the order of reuse.
+            return CacheHit()
+        ready = min([found.num_tokens, *(i * self._groups[g].size for g, i, _ in found.loads)]) // self.block_size
+        if self._sharing.wait(request, chain[:count], ready, known):
+            return CacheHit()
+        loads = self._enter(slot, request, found)
+        self._queries += known
+        self._hits += found.num_tokens
+        self._tier_hits += found.num_tokens - ready * self.block_size
+        self._sharing.lead(slot, chain[:count], ready)
+        return CacheHit(found.num_tokens, loads)
 
-    def extend(self, slots: Int32, totals: Int32) -> Allocation:
+    def _affordable(self, found: Found, known: int) -> bool:
+        """Whether there can be blocks for the rest of the request; counts what it needs in any case."""
+        more = len(found.loads)
+        for group, entries in zip(self._groups, found.blocks, strict=True):
+            wanted = found.num_tokens + 1 if group.windowed else known
+            more += max(-(-wanted // group.size) - len(entries), 0)
+        return more + self._num_idle(found) <= self._pool.num_free
+
+    def _num_idle(self, found: Found) -> int:
+        return sum(len(self._idle(entries)) for entries in found.blocks)
+
+    def _idle(self, entries: Sequence[int]) -> list[int]:
+        """Those of the entries that are free at present."""
+        blocks = np.array([block for block in entries if block > 0], np.int32)
+        return blocks[self._ledger.is_idle(blocks)].tolist() if len(blocks) else []
+
+    def _enter(self, slot: int, request: Request, found: Found) -> list[Transfer]:
+        """Put what was found into the slot's tables, and fresh blocks where something has to be loaded."""
+        for entries in found.blocks:
+            self._pool.claim(self._idle(entries))
+        if found.loads:
+            assert self._tiers is not None
+            # Before anything is evicted to make room: what is to be loaded must not make room for that in its tier.
+            claims = self._tiers.claim(found, self._chains[slot])
+            for (group, index, _), block in zip(found.loads, self._take(len(found.loads)), strict=True):
+                found.blocks[group][index] = block
+        for group, entries in enumerate(found.blocks):
+            if entries:
+                self._ledger.append(slot, entries, group)
+                self._passed[group, slot] = self._groups[group].first_block(found.num_tokens)
+        self._named[slot] = found.num_tokens // self.block_size
+        if not found.loads:
+            return []
+        assert self._tiers is not None
+        assert self._sharing is not None
+        self._sharing.loading.add(slot)
+        return self._tiers.load(slot, request.epoch, found, claims, self._chains[slot])
+
+    def extend(self, slots: Int32, totals: Int32, reserve: Int32 | None = None) -> Allocation:
         """See :meth:`Cache.extend`; rows that need no block cost no Python."""
-        ledger, free = self._ledger, self._free
-        missing = -(-totals // self.block_size) - ledger.length[slots]
-        rows = np.flatnonzero(missing > 0)
+        ledger, groups = self._ledger, self._groups
+        kept = totals if reserve is None else reserve
+        missing = [
+            -(-(totals if group.windowed else kept) // group.size) - ledger.lengths[group.index][slots]
+            for group in groups
+        ]
+        needed = missing[0] if len(groups) == 1 else np.maximum(missing, 0).sum(axis=0)
+        rows = np.flatnonzero(needed > 0)
         if not len(rows):
-            return Allocation(len(slots), [[]], [[]])
-        counts = missing[rows]
-        fitting = int(np.searchsorted(counts.cumsum(), len(free), side="right"))
+            return Allocation(len(slots), [[] for _ in groups], [[] for _ in groups])
+        fitting = int(np.searchsorted(needed[rows].cumsum(), self._pool.num_free, side="right"))
         done = len(slots) if fitting == len(rows) else int(rows[fitting])
-        taken, counts = slots[rows[:fitting]], counts[:fitting]
-        blocks = [free.popleft() for _ in range(int(counts.sum()))]
-        ledger.append_rows(taken, counts, np.array(blocks, np.int32))
-        return Allocation(done, [np.repeat(taken, counts).tolist()], [blocks])
+        rows = rows[:fitting]
+        blocks = self._take(int(needed[rows].sum()))
+        out_slots: list[list[int]] = []
+        out_blocks: list[list[int]] = []
+        start = 0
+        for group, lacking in zip(groups, missing, strict=True):
+            counts = np.maximum(lacking[rows], 0)
+            end = start + int(counts.sum())
+            mine, start = blocks[start:end], end
+            if mine:
+                ledger.append_rows(slots[rows], counts, np.array(mine, np.int32), group.index)
+            out_slots.append(np.repeat(slots[rows], counts).tolist())
+            out_blocks.append(mine)
+        return Allocation(done, out_slots, out_blocks)
+
+    def _take(self, count: int) -> list[int]:
+        evicted: list[tuple[int, bytes, int]] = []
+        blocks = self._pool.take(count, evicted)
+        if evicted:
+            if self.observed:
+                for group, digest, _ in evicted:
+                    self._events.evicted(group, digest)
+            if self._tiers is not None:
+                self._tiers.offer(evicted)
+        return blocks
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> Allocation | None:
+        """See :meth:`Cache.fork`."""
+        ledger = self._ledger
+        tables: list[list[int]] = []
+        for group in self._groups:
+            entries = ledger.blocks(parent, group.index)[: -(-num_tokens // group.size)].tolist()
+            first = group.first_block(num_tokens)
+            if not all(entries[first:]):
+                return None  # the parent's window has moved on
+            tables.append([0] * first + entries[first:])
+        partly = [group.index for group in self._groups if num_tokens % group.size]
+        if len(partly) > self._pool.num_free:
+            return None
+        copies: list[list[tuple[int, int]]] = [[] for _ in self._groups]
+        for index, block in zip(partly, self._take(len(partly)), strict=True):
+            copies[index].append((tables[index][-1], block))
+            tables[index][-1] = block
+        for one, entries in zip(self._groups, tables, strict=True):
+            ledger.append(child, entries, one.index)
+            self._passed[one.index, child] = one.first_block(num_tokens)
+        self._named[child] = num_tokens // self.block_size
+        if self._caching:
+            request = self._table.requests[child]
+            assert request is not None
+            self._chains[child] = self._hasher.chain(request, self._table.tokens[child], num_tokens)
+        return Allocation(1, [[] for _ in tables], [[] for _ in tables], copies)
+
+    # ------------------------------------------------------------------ commit
+
+    def commit(self, slots: Int32, num_tokens: Int32) -> None:
+        """See :meth:`Cache.commit`; rows that complete no block cost no Python."""
+        if self._caching:
+            full = num_tokens // self.block_size
+            for row in np.flatnonzero(full > self._named[slots]).tolist():
+                self._name(int(slots[row]), int(full[row]))
+        for group in self._windowed:
+            passed, first = self._passed[group.index], group.first_block(num_tokens)
+            for row in np.flatnonzero(first > passed[slots]).tolist():
+                slot = int(slots[row])
+                self._pool.give(self._ledger.drop(slot, group.index, int(passed[slot]), int(first[row])))
+                passed[slot] = first[row]
+
+    def _name(self, slot: int, full: int) -> None:
+        """Blocks up to the ``full``-th can be found from now on."""
+        done, chain = int(self._named[slot]), self._chains[slot]
+        request = self._table.requests[slot]
+        assert request is not None
+        if len(chain) < full:
+            self._hasher.chain(request, self._table.tokens[slot], full * self.block_size)
+        for group in self._groups:
+            factor, index = group.factor, group.index
+            first, last = done // factor, full // factor
+            stored: list[tuple[int, bytes]] = []
+            for i, block in enumerate(self._ledger.tables[index][slot, first:last].tolist(), first):
+                digest = chain[(i + 1) * factor - 1]
+                if block and self._pool.name(index, digest, block):
+                    stored.append((block, digest))
+            if stored and self.observed:
+                self._tell_stored(slot, index, first, stored)
+        self._named[slot] = full
+        assert self._sharing is not None
+        self._sharing.advanced(slot, full)
+
+    def _tell_stored(self, slot: int, index: int, first: int, stored: list[tuple[int, bytes]]) -> None:
+        group, chain = self._groups[index], self._chains[slot]
+        request = self._table.requests[slot]
+        assert request is not None
+        detail = {
+            "block_size": group.size,
+            "parent": chain[first * group.factor - 1] if first else None,
+            "token_ids": self._table.tokens[slot, first * group.size : (first + len(stored)) * group.size].tolist(),
+            "tags": dict(request.cache_tags),
+        }
+        blocks, digests = zip(*stored, strict=True)
+        self._events.stored(BlocksStored(index, list(blocks), list(digests), detail))
+
+    # ------------------------------------------------------------------ leaving
 
     def tables(self, slot: int) -> list[Int32]:
         """See :meth:`Cache.tables`."""
-        return [self._ledger.blocks(slot)]
+        return [self._ledger.blocks(slot, group.index) for group in self._groups]
 
     def retire(self, slot: int) -> int:
         """See :meth:`Cache.retire`."""
+        self._chains.pop(slot, None)
+        if self._sharing is not None:
+            self._sharing.loading.discard(slot)
+            self._sharing.leave(slot)
         return self._ledger.retire(slot)
 
     def lease(self, blocks: Sequence[Int32]) -> int:
         """See :meth:`Cache.lease`."""
-        return self._ledger.lease(blocks[0].tolist())
+        return self._ledger.lease(block for group in blocks for block in group.tolist())
 
     def settle(self, lease: int) -> None:
         """See :meth:`Cache.settle`."""
-        self._free.extend(self._ledger.settle(lease))
+        self._pool.give(self._ledger.settle(lease))
+
+    # ------------------------------------------------------------------ transfers
+
+    def take_stores(self) -> list[Transfer]:
+        """See :meth:`Cache.take_stores`."""
+        if self._sharing is not None:
+            self._sharing.sweep()
+        return [] if self._tiers is None else self._tiers.take_stores()
+
+    def invalidate(self, blocks: Sequence[Int32]) -> list[tuple[int, int]]:
+        """See :meth:`Cache.invalidate`."""
+        bad = {block for group in blocks for block in np.asarray(group).tolist() if block}
+        for block in bad:
+            lost = self._pool.forget(block)
+            if lost is not None and self.observed:
+                self._events.evicted(*lost)
+        if self._tiers is not None:
+            self._tiers.damaged(bad)
+        valid: dict[int, int] = {}
+        for slot, group, index in self._ledger.holders(bad):
+            valid[slot] = min(valid.get(slot, index * self._groups[group].size), index * self._groups[group].size)
+        for slot, tokens in valid.items():
+            self._named[slot] = min(int(self._named[slot]), tokens // self.block_size)
+        return list(valid.items())
+
+    def transfer_ended(self, transfer: Transfer, *, ok: bool) -> None:
+        """See :meth:`Cache.transfer_ended`; what a tier loaded can be found from now on."""
+        if self._tiers is None:
+            return
+        for group, digest, block in self._tiers.ended(transfer, ok=ok):
+            if self._pool.name(group, digest, block) and self.observed:
+                detail = {"block_size": self._groups[group].size, "tier": transfer.endpoint}
+                self._events.stored(BlocksStored(group, [block], [digest], detail))
+        slot = transfer.slot
+        assert self._sharing is not None
+        if slot in self._sharing.loading and not self._tiers.is_loading(slot, int(self._table.epoch[slot])):
+            self._sharing.loading.discard(slot)
+            self._sharing.advanced(slot, int(self._named[slot]))
+
+    def take_events(self) -> tuple[list[BlocksStored], list[BlocksEvicted]]:
+        """See :meth:`Cache.take_events`."""
+        return self._events.take()
+
+    # ------------------------------------------------------------------ the whole
 
     def reset(self) -> bool:
-        """Nothing is kept, so there is nothing to forget."""
-        return self._ledger.idle
+        """See :meth:`Cache.reset`; what tiers hold is forgotten too."""
+        if not self._ledger.idle:
+            return False
+        self._pool.clear()
+        if self._tiers is not None:
+            self._tiers.reset()
+        if self.observed:
+            self._events.cleared(len(self._groups))
+        return True
 
     def stats(self) -> CacheStats:
         """See :meth:`Cache.stats`."""
-        return self._ledger.stats()
+        return replace(
+            self._ledger.stats(),
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+            tier_hits=self._tier_hits,
+            evicted=self._pool.num_evicted,
+        )
 
     def check_integrity(self) -> None:
         """See :meth:`Role.check_integrity`."""
-        self._ledger.check_integrity(self._free)
+        self._ledger.check_integrity(self._pool.free_blocks())
+        self._pool.check_integrity()
+        if self._sharing is not None:
+            self._sharing.check_integrity()
+        if self._tiers is not None:
+            self._tiers.check_integrity()

@@ -63,7 +63,7 @@ class LooksAtTheLastBlockOnly(SharingCache):
 
 @found_by(*LIVES, "what admission finds is the KV of these very tokens and tags")
 class RemembersWhatIsNotComputed(SharingCache):
-    def extend(self, slots: Any, totals: Any) -> Allocation:
+    def extend(self, slots: Any, totals: Any, reserve: Any = None) -> Allocation:
         got = super().extend(slots, totals)
         for slot in slots[: got.rows].tolist():
             self.remember(slot, int(self._table.num_known[slot]))
@@ -103,7 +103,7 @@ class NamesNobody(SharingCache):
 
 @found_by(*LIVES, "rows that got no memory are left as they were")
 class TakesWhatThereIs(SharingCache):
-    def extend(self, slots: Any, totals: Any) -> Allocation:
+    def extend(self, slots: Any, totals: Any, reserve: Any = None) -> Allocation:
         got = super().extend(slots, totals)
         if got.rows < len(slots) and self._free:
             self._ledger.append(int(slots[got.rows]), [self.take()])
@@ -139,11 +139,11 @@ class CountsRetiredBlocksAsFree(SharingCache):
 @found_by("CacheSuite", "test_tables_that_were_read_do_not_change", "does not change later")
 class GivesViews(SharingCache):
     def tables(self, slot: int) -> list[Any]:
-        return [self._ledger.table[slot, : self._ledger.length[slot]]]
+        return [self._ledger.tables[0][slot, : self._ledger.length[slot]]]
 
     def retire(self, slot: int) -> int:
         lease = super().retire(slot)
-        self._ledger.table[slot] = 0
+        self._ledger.tables[0][slot] = 0
         return lease
 
 

@@ -142,7 +142,7 @@ class SharingCache(Cache):
         if block in self._content:
             del self._known[self._content.pop(block)]
 
-    def extend(self, slots: Any, totals: Any) -> Allocation:
+    def extend(self, slots: Any, totals: Any, reserve: Any = None) -> Allocation:
         out_slots: list[int] = []
         out_blocks: list[int] = []
         for row, (slot, total) in enumerate(zip(slots.tolist(), totals.tolist(), strict=True)):
@@ -238,7 +238,7 @@ class WindowCache(Cache):
         self._tables[slot] = []
         return CacheHit()
 
-    def extend(self, slots: Any, totals: Any) -> Allocation:
+    def extend(self, slots: Any, totals: Any, reserve: Any = None) -> Allocation:
         out_slots: list[int] = []
         out_blocks: list[int] = []
         for row, (slot, total) in enumerate(zip(slots.tolist(), totals.tolist(), strict=True)):

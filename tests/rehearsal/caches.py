@@ -31,7 +31,7 @@ class TwoGroupCache(PagedCache):
         )
         return KVLayout(need.specs, groups, first.storage + second.storage)
 
-    def extend(self, slots: Any, totals: Any) -> Allocation:
+    def extend(self, slots: Any, totals: Any, reserve: Any = None) -> Allocation:
         # A row gets its blocks in both groups or in none.
         rows = min(_affordable(cache, slots, totals) for cache in (self, self.other))
         one, two = super().extend(slots[:rows], totals[:rows]), self.other.extend(slots[:rows], totals[:rows])

@@ -113,7 +113,7 @@ def _plan_cache(
     def attempt(available: int) -> tuple[KVLayout, int]:
         model = ModelInfo(vocab_size=0, max_model_len=longest)
         info = WorkerInfo(model, specs, (AttentionSupport(),) * len(specs), available)
-        return negotiate(cache, info, limits, config.max_model_len)
+        return negotiate(cache, info, limits, config.max_model_len, limits.max_num_batched_tokens)
 
     try:
         layout, plan.max_model_len = attempt(0)

@@ -8,7 +8,7 @@ an object any way and hand it to ``Engine(config, plugins=[...])``; either way t
 from trivet.roles.attention import Attention, AttentionExtras, AttentionMetadata
 from trivet.roles.base import CARDINALITY, ROLE_SIDES, Cardinality, Role, Side
 from trivet.roles.cache import Allocation, Cache, CacheHit, CacheRequirements, CacheStats
-from trivet.roles.cache_tier import CacheTier
+from trivet.roles.cache_tier import CacheTier, TierLoad, TierStats, TierStore
 from trivet.roles.connector import Connector, ExternalHit, TransferReport, TransferWorker
 from trivet.roles.drafter import Drafter, DraftInputs, Drafts
 from trivet.roles.executor import Executor, PendingStep
@@ -91,6 +91,9 @@ __all__ = [
     "SchedulerLimits",
     "Side",
     "StoredLinear",
+    "TierLoad",
+    "TierStats",
+    "TierStore",
     "Tokenizer",
     "TransferReport",
     "TransferWorker",

@@ -26,6 +26,7 @@ class CacheRequirements:
     available_bytes: int  #: memory left for the cache when the options name no size
     max_model_len: int
     max_num_seqs: int
+    max_tokens_in_flight: int = 2048  #: most tokens of one request that steps under way compute at once
 
 
 @dataclass(slots=True)
@@ -33,7 +34,8 @@ class CacheHit:
     """What admission found in the cache: ``num_tokens`` are covered by blocks already in the slot's table.
 
     ``loads`` bring further blocks (also already in the table, and counted in ``num_tokens``) from a tier; a load
-    that is not ``blocking`` holds the request until it is reported.
+    that is not ``blocking`` holds the request until it is reported. A load's blocks are a stretch of the table per
+    group, with the null block (and an empty key) where nothing has to be loaded.
     """
 
     num_tokens: int = 0
@@ -64,8 +66,10 @@ class CacheStats:
     used: int
     retired: int
     leased: int
-    prefix_queries: int = 0  #: tokens looked up
-    prefix_hits: int = 0  #: tokens found
+    prefix_queries: int = 0  #: tokens looked up, at admissions
+    prefix_hits: int = 0  #: tokens found, those of tiers included
+    tier_hits: int = 0  #: tokens found in tiers, and loaded
+    evicted: int = 0  #: blocks whose content was forgotten to make room, whether a tier took it or not
 
 
 class Cache(Role):
@@ -79,11 +83,13 @@ class Cache(Role):
 
     role: ClassVar[str] = "cache"
     #: whether :meth:`fork` works; without it children compute their prompt themselves
-    can_fork: ClassVar[bool] = False
+    can_fork: bool = False
     #: whether the engine calls :meth:`commit` (costs time per step)
-    wants_commits: ClassVar[bool] = False
+    wants_commits: bool = False
     #: whether the engine calls :meth:`take_events`
-    has_events: ClassVar[bool] = False
+    has_events: bool = False
+    #: set by the engine before the first step: whether anybody listens to what :meth:`take_events` tells
+    observed: bool = False
 
     @abstractmethod
     def configure(self, need: CacheRequirements) -> KVLayout:
@@ -101,12 +107,19 @@ class Cache(Role):
     def admit(self, slot: int, request: Request) -> CacheHit:
         """Give ``slot`` a table, with whatever blocks are found for the request's known tokens. At least the
         last known token is never counted as found, and nothing is for a request with ``prompt_logprobs``, whose
-        prompt must be computed. Must not fail for lack of memory: the table may be empty."""
+        prompt must be computed. Must not fail for lack of memory: the table may be empty.
+
+        A cache may hold the request (``context.hold``) instead of admitting it, for example while others compute
+        what it could share; it is then given back its slot, and tried again once the cache has released it."""
 
     @abstractmethod
-    def extend(self, slots: Int32, totals: Int32) -> Allocation:
+    def extend(self, slots: Int32, totals: Int32, reserve: Int32 | None = None) -> Allocation:
         """Make sure that row ``i``'s table covers ``totals[i]`` tokens, row by row in order, stopping at the
-        first row for which memory is short (that row and later ones are left as they were)."""
+        first row for which memory is short (that row and later ones are left as they were).
+
+        ``reserve[i]`` ≥ ``totals[i]`` tokens are known and will be computed in later steps: groups that keep every
+        token take the blocks for them now, so that a prompt once begun is not thrown back half-way; groups with a
+        window need not, as they give blocks back while the request goes on."""
 
     def commit(self, slots: Int32, num_tokens: Int32) -> None:
         """The KV of the first ``num_tokens[i]`` tokens of ``slots[i]`` is final and the tokens are committed: full
@@ -114,7 +127,8 @@ class Cache(Role):
 
     def fork(self, parent: int, child: int, num_tokens: int) -> Allocation | None:
         """Give ``child`` a table that shares the parent's blocks for the first ``num_tokens`` tokens, with copies of
-        a last block that is partly filled; None when memory is short."""
+        a last block that is partly filled. None, and no table, when that cannot be done (memory is short, the parent's
+        window has moved on): the child is then admitted like any other request."""
         raise NotImplementedError(f"{type(self).__name__} cannot fork (can_fork is False)")
 
     @abstractmethod
@@ -134,8 +148,10 @@ class Cache(Role):
         """End a lease; blocks nobody else needs become free, the tail of a table first."""
 
     def invalidate(self, blocks: Sequence[Int32]) -> list[tuple[int, int]]:
-        """Forget the content of ``blocks[g]``; returns ``(slot, tokens still valid)`` for every table that holds one of
-        them. The request whose load failed is rewound by the core; a cache that shares blocks must name the others."""
+        """A load failed: forget the content of ``blocks[g]``; returns ``(slot, tokens still valid)`` for every table
+        that holds one of them. Called before :meth:`transfer_ended`. The request whose load failed is rewound by the
+        core; a cache that shares blocks must name the others, which are preempted: two requests must not both compute
+        into one block."""
         return []
 
     def take_events(self) -> tuple[list[BlocksStored], list[BlocksEvicted]]:
@@ -144,14 +160,17 @@ class Cache(Role):
         return [], []
 
     def take_stores(self) -> list[Transfer]:
-        """Stores to tiers that fell due since the last call; asked once per plan. ``transfer_id`` is set by the core;
-        ``slot`` and ``epoch`` are -1 unless the blocks are of one request. The cache keeps the blocks from reuse until
+        """Stores to tiers that fell due since the last call; asked once per plan, at its end. ``transfer_id`` is set by
+        the core; ``slot`` and ``epoch`` are -1 unless the blocks are of one request.
+
+        A ``blocking`` store has read its blocks before the plan's step writes anything, so they may be evicted ones
+        that belong to others already. Blocks of any other store the cache keeps from reuse until
         :meth:`transfer_ended`, since it knows of the store before the core does."""
         return []
 
     def transfer_ended(self, transfer: Transfer, *, ok: bool) -> None:
-        """A load or store, also a connector's, ended on every worker; the core's lease is settled. Tells a cache when a
-        tier has a block."""
+        """A load or store, also a connector's, ended on every worker; the core settles its own lease right after. Tells
+        a cache when a tier, or a block, has the content."""
 
     @abstractmethod
     def reset(self) -> bool:

@@ -1,0 +1,141 @@
+"""Free blocks and what they still hold: which block comes next, and where content is found."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from trivet.events import BlocksEvicted, BlocksStored
+
+
+class BlockPool:
+    """Blocks that nobody needs, in the order of reuse, and the index of content by digest, one per KV group.
+
+    A free block without findable content is reused first; those with content follow in the order in which they became
+    free (least recently used first), in a linked list: taking, giving back and taking from the middle are O(1)."""
+
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
+        self.num_blocks = num_blocks
+        #: the lowest ids on top: memory that was never used stays untouched as long as possible
+        self._blank = list(range(num_blocks - 1, 0, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self.index: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._names: list[tuple[int, bytes] | None] = [None] * num_blocks
+        self.num_evicted = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken."""
+        return len(self._blank) + len(self._kept)
+
+    def free_blocks(self) -> list[int]:
+        """All of them."""
+        return [*self._blank, *self._kept]
+
+    def take(self, count: int, evicted: list[tuple[int, bytes, int]]) -> list[int]:
+        """``count`` ≤ :attr:`num_free` blocks; whose content is lost by that goes to ``evicted`` as (group, digest,
+        block)."""
+        blank = self._blank
+        split = max(len(blank) - count, 0)
+        taken = blank[split:]
+        del blank[split:]
+        taken.reverse()
+        for _ in range(count - len(taken)):
+            block, _ = self._kept.popitem(last=False)
+            name = self._names[block]
+            assert name is not None
+            self._unname(block, name)
+            evicted.append((*name, block))
+            taken.append(block)
+        return taken
+
+    def claim(self, blocks: Iterable[int]) -> None:
+        """Free blocks with content are used again."""
+        for block in blocks:
+            del self._kept[block]
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """Nobody needs these blocks any more; the first of them is reused first."""
+        names, kept, blank = self._names, self._kept, self._blank
+        for block in blocks:
+            if names[block] is None:
+                blank.append(block)
+            else:
+                kept[block] = None
+
+    def name(self, group: int, digest: bytes, block: int) -> bool:
+        """The block's content can be found from now on, unless other blocks hold the same."""
+        index = self.index[group]
+        if digest in index or self._names[block] is not None:
+            return False
+        index[digest] = block
+        self._names[block] = (group, digest)
+        return True
+
+    def forget(self, block: int) -> tuple[int, bytes] | None:
+        """The block's content must not be found any more; returns what it was."""
+        name = self._names[block]
+        if name is not None:
+            self._unname(block, name)
+            if block in self._kept:
+                del self._kept[block]
+                self._blank.append(block)
+        return name
+
+    def clear(self) -> None:
+        """Nothing can be found any more."""
+        self._blank += reversed(self._kept)
+        self._kept.clear()
+        for index in self.index:
+            index.clear()
+        self._names = [None] * self.num_blocks
+
+    def _unname(self, block: int, name: tuple[int, bytes]) -> None:
+        group, digest = name
+        del self.index[group][digest]
+        self._names[block] = None
+        self.num_evicted += 1
+
+    def check_integrity(self) -> None:
+        """Index and names agree, and only blocks with content are kept for it."""
+        found = {block: (g, digest) for g, index in enumerate(self.index) for digest, block in index.items()}
+        named = {block: name for block, name in enumerate(self._names) if name is not None}
+        assert found == named, "index and names of blocks disagree"
+        assert all(self._names[block] is not None for block in self._kept), "a block is kept for nothing"
+        assert all(self._names[block] is None for block in self._blank), "content is among the blank blocks"
+
+
+class EventLog:
+    """What became findable and what no longer is, since the last time anybody asked."""
+
+    def __init__(self) -> None:
+        self._stored: list[BlocksStored] = []
+        self._evicted: dict[int, list[bytes]] = {}
+        self._cleared: list[BlocksEvicted] = []
+
+    def stored(self, event: BlocksStored) -> None:
+        """Blocks became findable. What was evicted before them is told before them."""
+        self._stored.append(event)
+
+    def evicted(self, group: int, digest: bytes) -> None:
+        """A block's content was lost."""
+        for event in self._stored:
+            if event.group == group and digest in event.hashes:
+                # Nobody has been told of it yet.
+                at = event.hashes.index(digest)
+                del event.hashes[at], event.blocks[at]
+                return
+        self._evicted.setdefault(group, []).append(digest)
+
+    def cleared(self, num_groups: int) -> None:
+        """Everything was forgotten."""
+        self._stored.clear()
+        self._evicted.clear()
+        self._cleared = [BlocksEvicted(group, [], cleared=True) for group in range(num_groups)]
+
+    def take(self) -> tuple[list[BlocksStored], list[BlocksEvicted]]:
+        """All of it, once."""
+        stored, self._stored = self._stored, []
+        lost = self._cleared + [BlocksEvicted(group, digests) for group, digests in self._evicted.items()]
+        self._cleared, self._evicted = [], {}
+        return stored, lost
