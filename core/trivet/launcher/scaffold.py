@@ -19,6 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9]|[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
 _SUITES = {
     "scheduler": "SchedulerSuite",
     "cache": "CacheSuite",
+    "cache_tier": "CacheTierSuite",
     "executor": "ExecutorSuite",
     "runner": "RunnerSuite",
     "model": "ModelSuite",

@@ -13,6 +13,7 @@ from __future__ import annotations
 from trivet.testing.suites._base import ArraySuite, Suite
 from trivet.testing.suites.attention import AttentionSuite
 from trivet.testing.suites.cache import CacheSuite
+from trivet.testing.suites.cache_tier import CacheTierSuite
 from trivet.testing.suites.executor import ExecutorSuite
 from trivet.testing.suites.logits_processor import LogitsProcessorSuite
 from trivet.testing.suites.model import ModelSuite
@@ -25,6 +26,7 @@ __all__ = [
     "ArraySuite",
     "AttentionSuite",
     "CacheSuite",
+    "CacheTierSuite",
     "ExecutorSuite",
     "LogitsProcessorSuite",
     "ModelSuite",
