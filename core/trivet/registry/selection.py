@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BUNDLED_PACKAGES: dict[str, tuple[str, ...]] = {
     "scheduler": ("trivet_continuous", "trivet_static"),
     "cache": ("trivet_paged", "trivet_contiguous"),
+    "cache_tier": ("trivet_offload",),
     "executor": ("trivet_inline",),
     "runner": ("trivet_torch",),
     "model": ("trivet_transformers",),

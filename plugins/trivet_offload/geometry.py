@@ -1,0 +1,44 @@
+"""How large a block is, from the KV layout: the same arithmetic in the engine and in the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trivet.errors import TrivetError
+from trivet_schemas.options import format_size
+
+if TYPE_CHECKING:
+    from trivet.roles import KVLayout
+    from trivet_offload.options import OffloadOptions
+
+_PATH = "plugins.cache_tier.offload"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """``group_bytes[g]``: keys and values of one block of group ``g``, over all its layers. A place of a tier has room
+    for a block of any group."""
+
+    group_bytes: tuple[int, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        """The size of a place, a multiple of 64 bytes."""
+        return -(-max(self.group_bytes) // 64) * 64
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> Geometry:
+        """From what the cache decided."""
+        sizes = {spec.layer: spec.bytes_per_token for spec in layout.specs}
+        return cls(tuple(g.block_size * sum(sizes[layer] for layer in g.layers) for g in layout.groups))
+
+    def host_slots(self, options: OffloadOptions) -> int:
+        """Places in host memory. Raises TrivetError if there is not even one."""
+        count = options.host_memory // self.slot_bytes
+        if count < 1:
+            raise TrivetError(
+                f"{_PATH}.host_memory: {format_size(options.host_memory)} is less than one block of this model, which "
+                f"has {format_size(self.slot_bytes)}; set it to a multiple of that, or remove the tier"
+            )
+        return count
