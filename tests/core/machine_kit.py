@@ -329,7 +329,8 @@ class Chaos:
         #: (slot, epoch) of what was in a plan that was sent or committed, emptied by the test
         self.advanced: set[tuple[int, int]] = set()
         self.cache: Any = None
-        self.blocks: dict[int, Any] = {}  # by step: those that its rows may write, in the first KV group
+        self.groups: Any = ()
+        self.blocks: dict[int, Any] = {}  # by step: those that its rows read or write
         self.started: list[str] = []
         self.ended: list[str] = []
 
@@ -353,8 +354,12 @@ class Chaos:
     def trivet_run(self, plan: Any) -> Iterator[None]:
         self._note(plan)
         if self.cache is not None:
-            tables = [self.cache.tables(slot)[0] for slot in plan.slots.tolist()]
-            self.blocks[plan.step_id] = np.concatenate([np.empty(0, np.int32), *tables])
+            blocks = [np.empty(0, np.int32)]
+            for slot, computed in zip(plan.slots.tolist(), plan.num_computed.tolist(), strict=True):
+                for group, table in zip(self.groups, self.cache.tables(slot), strict=True):
+                    first = 0 if group.window is None else max(computed - group.window + 1, 0)
+                    blocks.append(table[first // group.block_size :])
+            self.blocks[plan.step_id] = np.concatenate(blocks)
         self._strike("before run")
         pending = yield
         self._strike("after run")

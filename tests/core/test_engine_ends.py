@@ -103,10 +103,8 @@ def test_logprobs_end_where_a_stop_cuts_the_tokens() -> None:
 
 def test_the_last_step_of_a_request_is_offered_to_the_cache_before_it_ends() -> None:
     """A prompt whose request needs one step only is found again by the next one."""
-    import caches
-
     prompt = list(range(20))
-    with engine(caches, cache={"use": "tagged", "block_size": 4}) as e:
+    with engine(cache={"use": "paged", "block_size": 4}) as e:
         found = []
         for params in (greedy(1), greedy(1), PoolingParams(task="embed"), PoolingParams(task="embed")):
             e.add_request("a", prompt, params)

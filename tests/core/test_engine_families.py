@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import caches
 import machine_kit as kit
 import pytest
 from engine_kit import check_free, drain, engine, greedy
@@ -14,7 +13,7 @@ from trivet.testing.fake_model import reference_tokens
 from trivet_schemas.sampling import SamplingParams
 
 PROMPT = list(range(1, 22))
-FORKING = {"use": "forking", "block_size": 4}
+FORKING = {"use": "paged", "block_size": 4, "prefix_caching": False}
 
 
 def family(e: Any, children: int = 3, tokens: int = 6) -> None:
@@ -27,7 +26,7 @@ def family(e: Any, children: int = 3, tokens: int = 6) -> None:
 @pytest.mark.parametrize("how", ["abort", "stop"])
 def test_children_go_on_when_their_parent_is_gone(steps: int, how: str) -> None:
     scheduler = {"use": "continuous", "max_num_batched_tokens": 8}
-    with engine(caches, cache=FORKING, scheduler=scheduler) as e:
+    with engine(cache=FORKING, scheduler=scheduler) as e:
         family(e)
         for _ in range(steps):
             e.step()
@@ -42,7 +41,7 @@ def test_children_go_on_when_their_parent_is_gone(steps: int, how: str) -> None:
 
 
 def test_a_child_that_is_aborted_while_it_waits_leaves_nothing_behind() -> None:
-    with engine(caches, cache=FORKING) as e:
+    with engine(cache=FORKING) as e:
         family(e)
         e.abort(["child0", "child2"])
         done = drain(e)
@@ -52,7 +51,7 @@ def test_a_child_that_is_aborted_while_it_waits_leaves_nothing_behind() -> None:
 
 def test_the_id_of_a_parent_that_ended_may_be_taken_by_another_request() -> None:
     """The children's blocks are those of the request that they named, not of its namesake."""
-    with engine(caches, cache=FORKING) as e:
+    with engine(cache=FORKING) as e:
         family(e)
         e.abort(["parent"])
         e.add_request("parent", PROMPT[::-1], greedy(20))
@@ -66,7 +65,7 @@ def test_the_id_of_a_parent_that_ended_may_be_taken_by_another_request() -> None
     "details", [{"prompt_token_ids": [1, 2]}, {"adapter": "a"}, {"cache_tags": {"image": b"1"}}], ids=str
 )
 def test_a_parent_with_another_prompt_or_context_is_refused(details: dict[str, Any]) -> None:
-    with engine(caches, cache=FORKING) as e:
+    with engine(cache=FORKING) as e:
         e.add_request("parent", PROMPT, greedy(6))
         child = {"prompt_token_ids": PROMPT} | details
         with pytest.raises(RequestError, match="another prompt, adapter or cache tags"):
@@ -75,7 +74,7 @@ def test_a_parent_with_another_prompt_or_context_is_refused(details: dict[str, A
 
 
 def test_a_child_that_wants_prompt_logprobs_computes_its_prompt() -> None:
-    with engine(caches, cache=FORKING) as e:
+    with engine(cache=FORKING) as e:
         e.add_request("parent", PROMPT, greedy(6))
         e.add_request("child", PROMPT, greedy(6, prompt_logprobs=0), parent="parent")
         positions: list[int] = []
@@ -90,8 +89,8 @@ def test_a_fork_that_finds_no_memory_leaves_no_copy_in_the_plan() -> None:
     """In some of these pools there is a block for the copy, and none for the drafter's positions behind the prompt."""
     plans: list[Any] = []
     for blocks in range(25, 55, 2):
-        cache = {"use": "forking", "block_size": 4, "num_blocks": 1 + blocks}
-        with engine(kit.Far(), caches, cache=cache, drafter=[{"use": "far"}]) as e:
+        cache = FORKING | {"num_blocks": 1 + blocks}
+        with engine(kit.Far(), cache=cache, drafter=[{"use": "far"}]) as e:
             e.hooks.run = lambda plan, run=e.hooks.run: plans.append(plan) or run(plan)
             prompt = (PROMPT * 4)[:62]
             e.add_request("parent", prompt, greedy(20))
@@ -113,7 +112,7 @@ def test_a_fork_that_finds_no_memory_leaves_no_copy_in_the_plan() -> None:
 
 def test_children_may_be_many() -> None:
     params = [SamplingParams(temperature=1, seed=i, max_tokens=3) for i in range(300)]
-    with engine(caches, cache=FORKING) as e:
+    with engine(cache=FORKING) as e:
         e.add_request("c0", PROMPT, params[0])
         for i, own in enumerate(params[1:], 1):
             e.add_request(f"c{i}", PROMPT, own, parent="c0")

@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import caches
 import drafting
 import machine_kit as kit
 import numpy as np
@@ -33,11 +32,24 @@ CACHES: list[dict[str, Any]] = [
     {"use": "paged", "block_size": 64, "num_blocks": 1 + 3},
     {"use": "paged", "block_size": 4},
     {"use": "contiguous", "block_size": 4, "num_blocks": 1 + 25},
-    {"use": "forking", "block_size": 4, "num_blocks": 1 + 20},
-    {"use": "forking", "block_size": 1},
-    {"use": "forking", "block_size": 5},
-    {"use": "tagged", "block_size": 4, "num_blocks": 1 + 2000},
-    {"use": "two_groups", "block_size": 4, "num_blocks": 1 + 24},
+    {"use": "paged", "block_size": 4, "num_blocks": 1 + 2000},
+    {"use": "paged", "block_size": 5},
+    {"use": "paged", "block_size": 4, "num_blocks": 1 + 20, "prefix_caching": False},
+    {"use": "paged", "block_size": 1, "prefix_caching": False},
+    {"use": "paged", "block_size": 5, "prefix_caching": False},
+]
+#: for models with windows; the small pools hold one request of the greatest length and little more
+WINDOWED: list[dict[str, Any]] = [
+    {"use": "paged", "block_size": 4, "num_blocks": 1 + 36},
+    {"use": "paged", "block_size": 1, "num_blocks": 1 + 140},
+    {"use": "paged", "block_size": 5},
+    {"use": "paged", "block_size": 4, "num_blocks": 1 + 36, "prefix_caching": False},
+    {"use": "paged", "block_size": 3, "prefix_caching": False},
+]
+MEMORIES: list[tuple[list[int | None], dict[str, Any]]] = [
+    *(([None], cache) for cache in CACHES),
+    *(([None, 5, None], cache) for cache in WINDOWED),
+    *(([5], cache) for cache in WINDOWED),
 ]
 SCHEDULERS: list[dict[str, Any]] = [
     {"use": "continuous", "max_num_batched_tokens": 7, "max_num_seqs": 4},
@@ -57,7 +69,7 @@ class Life(RuleBasedStateMachine):
     """Rules are what users and plugins may do; after each step the engine's state must be consistent."""
 
     @initialize(
-        cache=st.sampled_from(CACHES),
+        memory=st.sampled_from(MEMORIES),
         scheduler=st.sampled_from(SCHEDULERS),
         executor=st.fixed_dictionaries(
             {
@@ -76,8 +88,8 @@ class Life(RuleBasedStateMachine):
         ),
         eos=st.sampled_from([(), (7,), (5, 33)]),
     )
-    def start(self, cache: Any, scheduler: Any, executor: Any, drafts: str | None, transfers: Any, eos: Any) -> None:
-        windows = [None, 5, None] if cache["use"] == "two_groups" else [None]
+    def start(self, memory: Any, scheduler: Any, executor: Any, drafts: str | None, transfers: Any, eos: Any) -> None:
+        windows, cache = memory
         self.windows, self.eos = windows, frozenset(eos)
         roles = FAKE | {
             "model": {"use": "fake", "windows": windows, "eos_token_ids": list(eos)},
@@ -86,17 +98,17 @@ class Life(RuleBasedStateMachine):
             "scheduler": scheduler,
             "grammar": [{"use": "parity"}],
         }
-        plugins = [fakes, kit, caches]
+        plugins = [fakes, kit]
         if drafts is not None:
             roles["drafter"] = [{"use": drafts}]
             plugins.append(drafting if drafts == "random_tree" else kit.Far())
-        if transfers is not None and windows == [None]:
+        if transfers is not None and len(windows) == 1:
             roles["connector"] = {"use": "depot"} | transfers
         config = {"model": "fake", "max_model_len": MAX_LEN, "plugins": roles}
         self.chaos = kit.Chaos()
         self.engine = Engine(config, [*plugins, self.chaos, kit.Touchy()])
         self.executor = self.engine.context.get("executor")
-        self.chaos.cache = self.engine.parts.cache
+        self.chaos.cache, self.chaos.groups = self.engine.parts.cache, self.engine.parts.layout.groups
         self.all: list[Wanted] = []
         self.held: dict[str, Wanted] = {}
         self.count = 0
@@ -373,7 +385,7 @@ def threaded(seed: int, rules: int) -> None:
     executor = {"depth": rng.randint(1, 3), "feedback": rng.random() < 0.7, "mode": "thread", "wire": False}
     transfers = rng.choice([None, {"load": rng.randint(0, 3), "store": rng.randint(0, 2), "seed": seed}])
     drafts = rng.choice([None, None, "random_tree", "far"])
-    life.start(rng.choice(CACHES), rng.choice(SCHEDULERS), executor, drafts, transfers, rng.choice([(), (7,)]))
+    life.start(rng.choice(MEMORIES), rng.choice(SCHEDULERS), executor, drafts, transfers, rng.choice([(), (7,)]))
 
     def who() -> list[int]:
         return [rng.randrange(31) for _ in range(rng.randint(1, 3))]
