@@ -21,6 +21,8 @@ class StaticScheduler(Scheduler):
     def __init__(self, context: Context | None, options: StaticOptions) -> None:
         self._limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens)
         self._queue: dict[str, Request] = {}
+        #: requests of the batch that runs which the cache held at their admission, until others' work can be shared
+        self._late: dict[str, Request] = {}
         self._unserved: frozenset[int] = frozenset()
 
     @property
@@ -44,6 +46,7 @@ class StaticScheduler(Scheduler):
         """See :meth:`Scheduler.remove`."""
         if self._queue.get(request.request_id) is request:
             del self._queue[request.request_id]
+            self._late.pop(request.request_id, None)
 
     @property
     def num_waiting(self) -> int:
@@ -56,7 +59,10 @@ class StaticScheduler(Scheduler):
         inputs.token_budget = min(inputs.token_budget, self._limits.max_num_batched_tokens)
         planner.begin(inputs)
         if self._table.num_running == 0:
-            self._fill()
+            self._late.clear()
+            self._fill(list(self._queue.values()))
+        elif self._late:
+            self._fill([request for request in self._late.values() if not request.holds])
         slots = planner.runnable()
         wanted = planner.pending(slots)
         counts = np.clip(planner.tokens_left - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
@@ -64,15 +70,19 @@ class StaticScheduler(Scheduler):
         planner.extend(slots[counts > 0], counts[counts > 0])
         return planner.finish()
 
-    def _fill(self) -> None:
+    def _fill(self, requests: list[Request]) -> None:
         # By arrival: a request that the core put back stands at the end of the map.
-        for request in sorted(self._queue.values(), key=lambda r: r.index):
+        for request in sorted(requests, key=lambda r: r.index):
+            was_held = bool(request.holds)
             # Room for all it may become, so that nothing has to be taken back while the batch runs.
             admission = self._planner.admit(request, self._planner.tokens_left, reserve=request.max_total)
             if admission.ok:
                 del self._queue[request.request_id]
+                self._late.pop(request.request_id, None)
             elif admission.reason != "hold":
                 break
+            elif request.holds and not was_held:
+                self._late[request.request_id] = request
 
     def explain(self, request: Request) -> Wait | None:
         """See :meth:`Scheduler.explain`."""

@@ -188,7 +188,7 @@ def test_explain_says_turn_memory_compute_or_hold_with_numbers() -> None:
     with engine(cache=cache, scheduler=scheduler) as e:
         assert e.explain("nobody") is None
         e.add_request("a", [1] * 60, greedy(20))
-        e.add_request("b", [1] * 60, greedy(20))
+        e.add_request("b", [2] * 60, greedy(20))
         e.add_request("c", [1] * 4, greedy(20))
         e.step()
         assert e.explain("a") is None, "it advanced"
