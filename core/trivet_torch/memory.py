@@ -14,28 +14,37 @@ if TYPE_CHECKING:
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def available_bytes(
-    device: torch.device,
-    info: ModelInfo,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    *,
-    gpu_share: float,
-    cpu_share: float,
-) -> int:
-    """Bytes that the KV cache may take once the weights are loaded.
-
-    On an accelerator: ``gpu_share`` of its memory, less what is in use and the workspace of the largest step.
-    Elsewhere: ``cpu_share`` of the RAM that is free for this process, which leaves room for the workspace and for
-    other programs.
-    """
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that this process can still take on a device, and all that the device has. Elsewhere than on CUDA and ROCm
+    it is the machine's RAM."""
     if device.type == "cuda":
         import torch
 
         free, total = torch.cuda.mem_get_info(device)
-        workspace = workspace_bytes(info, max_num_seqs, max_num_batched_tokens)
-        return max(0, int(total * gpu_share) - (total - free) - workspace)
-    return int(free_ram() * cpu_share)
+        return free, total
+    return free_ram(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_bytes(
+    device: torch.device, *, workspace: int, gpu_share: float, cpu_share: float, to_load: int = 0
+) -> int:
+    """Bytes that the KV cache may take once the weights are loaded.
+
+    On an accelerator: ``gpu_share`` of its memory, less what is in use and ``workspace``, the bytes of the largest
+    step. Elsewhere: ``cpu_share`` of the RAM that is free for this process, less ``workspace``; the rest is for
+    other programs.
+
+    Args:
+        device: Where the cache will be.
+        workspace: Bytes of the largest step.
+        gpu_share: Share of an accelerator's memory for everything.
+        cpu_share: Share of the free RAM for the cache.
+        to_load: Bytes of weights that are yet to be loaded.
+    """
+    free, total = device_memory(device)
+    if device.type == "cuda":
+        return max(0, int(total * gpu_share) - (total - free) - to_load - workspace)
+    return max(0, int(max(0, free - to_load) * cpu_share) - workspace)
 
 
 def workspace_bytes(info: ModelInfo, max_num_seqs: int, max_num_batched_tokens: int) -> int:

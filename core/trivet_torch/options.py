@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from trivet_schemas.options import Options, flat
@@ -14,5 +16,9 @@ class RunnerOptions(Options):
     """Share of an accelerator's memory that weights, workspace and KV cache may take together."""
     cpu_memory_share: float = Field(0.5, gt=0, le=1)
     """Share of the RAM free after loading that the KV cache may take on a CPU, when the cache names no size."""
+    profile: Literal["auto"] | bool = "auto"
+    """Whether the largest step is tried out at the start, to measure the memory that it takes: `auto` does so on
+    accelerators only, since it takes seconds on a CPU. Without it the workspace is estimated on an accelerator, and on
+    a CPU it is part of what `cpu_memory_share` leaves free."""
     grammar_threads: int = Field(2, ge=1)
     """Most structured outputs that are compiled at once."""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from trivet.errors import ModelLoadError
-from trivet.worker import StepRunner
-from trivet_torch.memory import available_bytes
+from trivet.errors import CacheMemoryError, ModelLoadError
+from trivet.plan import Ragged
+from trivet.roles import DraftInputs
+from trivet.worker import PersistentBatch, StepRunner, forward_batch, prepare_inputs
+from trivet_schemas.options import format_size
+from trivet_schemas.sampling import SamplingParams
+from trivet_torch.memory import available_bytes, workspace_bytes
 from trivet_torch.options import RunnerOptions
+from trivet_torch.trial import largest_step, measure, trial_layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,7 +26,9 @@ if TYPE_CHECKING:
     from trivet.context import WorkerContext
     from trivet.plan import StepPlan
     from trivet.result import StepResult
-    from trivet.roles import ModelInfo
+    from trivet.roles import KVLayout, ModelInfo, WorkerInfo
+
+logger = logging.getLogger("trivet.runner")
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
@@ -61,6 +70,35 @@ class TorchRunner(StepRunner):
         self._options = options
         self.grammar_threads = options.grammar_threads
 
+    def load(self) -> WorkerInfo:
+        """See :meth:`trivet.roles.Runner.load`. With ``profile`` the largest step is carried out on a cache of one
+        block, and what it took is kept free.
+
+        Raises:
+            CacheMemoryError: If the largest step does not fit into what the weights leave.
+        """
+        info = super().load()
+        if self._profiles:
+            workspace = self._measure_step(info)
+            info = replace(info, workspace_bytes=workspace, available_bytes=max(0, info.available_bytes - workspace))
+        self._info = info
+        return info
+
+    def allocate(self, layout: KVLayout) -> None:
+        """See :meth:`trivet.roles.Runner.allocate`; logs what the memory goes to."""
+        super().allocate(layout)
+        measured = self._info.workspace_bytes
+        workspace, how = (self._estimate(self._info.model), "estimated") if measured is None else (measured, "measured")
+        logger.info(
+            "%s: weights %s, workspace %s (%s), KV cache %s in %d blocks",
+            self._device,
+            format_size(self._info.weight_bytes),
+            format_size(workspace),
+            how,
+            format_size(layout.num_bytes),
+            max((storage.num_blocks - 1 for storage in layout.storage), default=0),
+        )
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """See :meth:`trivet.roles.Runner.execute`."""
@@ -71,14 +109,95 @@ class TorchRunner(StepRunner):
         return str(self._device)
 
     def _available_bytes(self, info: ModelInfo) -> int:
+        # What is measured is taken off later; on a CPU the estimate is part of what the share leaves free.
+        estimated = self._device.type == "cuda" and not self._profiles
         return available_bytes(
             self._device,
-            info,
-            self._context.max_num_seqs,
-            self._context.max_num_batched_tokens,
+            workspace=self._estimate(info) if estimated else 0,
             gpu_share=self._options.gpu_memory_utilization,
             cpu_share=self._options.cpu_memory_share,
         )
+
+    @property
+    def _profiles(self) -> bool:
+        wanted = self._options.profile
+        return self._device.type == "cuda" if wanted == "auto" else wanted
+
+    def _estimate(self, info: ModelInfo) -> int:
+        return workspace_bytes(info, self._context.max_num_seqs, self._context.max_num_batched_tokens)
+
+    @torch.inference_mode()
+    def _measure_step(self, info: WorkerInfo) -> int:
+        context = self._context
+        layout = trial_layout(info.specs, info.support)
+        # The costliest way to draw: a sort of every row.
+        fields = {"temperature": 1.0, "top_p": 0.5, "min_p": 0.01, "seed": 0}
+        plan = largest_step(
+            layout,
+            max_num_seqs=context.max_num_seqs,
+            max_num_batched_tokens=context.max_num_batched_tokens,
+            max_model_len=context.max_model_len,
+            vocab_size=info.model.vocab_size,
+            num_drafts=info.draft_tokens,
+            params=SamplingParams(**{k: v for k, v in fields.items() if k in info.sampling_fields}),
+        )
+        try:
+            context.layout = layout
+            self._attention.allocate(layout)
+            self._model.bind(self._attention, layout)
+            self._drafters.bind(self._attention, layout)
+            for group in range(len(layout.groups)):
+                self._attention.zero_blocks(group, self._tensor(np.array([0, 1], np.int32)))
+            taken = measure(self._device, lambda: self._try_step(plan, layout))
+        except torch.OutOfMemoryError as exc:
+            raise CacheMemoryError(
+                f"a step of {context.max_num_batched_tokens} tokens and {context.max_num_seqs} requests does not fit "
+                f"into what the weights leave of the memory of {self._device}; set max_num_batched_tokens or "
+                f"max_num_seqs of the scheduler lower: {exc}"
+            ) from exc
+        return self._estimate(info.model) if taken is None else taken
+
+    def _try_step(self, plan: StepPlan, layout: KVLayout) -> None:
+        """Compute, draw and draft without anybody's hooks: these are nobody's requests."""
+        context = self._context
+        sizes = [group.block_size for group in layout.groups]
+        batch = PersistentBatch(context.max_num_seqs, context.max_model_len, sizes)
+        batch.apply(plan)
+        listeners: list[Any] = [self._model, self._sampler, self._drafters]
+        told: list[tuple[Any, int]] = []
+        try:
+            for request in plan.new:
+                for listener in listeners:
+                    listener.add(request)
+                    told.append((listener, request.slot))
+            inputs = prepare_inputs(batch, plan, np.zeros(plan.num_rows, np.bool_))
+            hidden, layers = self._drafters.wants_hidden, self._drafters.hidden_layers
+            step = forward_batch(plan, inputs, batch, self._tensor, wants_hidden=hidden, hidden_layers=layers)
+            output = self._model.forward(step)
+            if output.logits is None:
+                return  # a pipeline stage before the last one
+            rows = inputs.sampling(batch)
+            self._sampler.sample(output.logits, rows)
+            if self._drafters:
+                drawn = Ragged.from_rows([[0]] * plan.num_rows)
+                batch.set_known(plan.slots, inputs.known, drawn)
+                self._drafters.propose(
+                    DraftInputs(
+                        plan.slots,
+                        plan.draft_k,
+                        batch.tokens,
+                        batch.lengths,
+                        step,
+                        output,
+                        accepted=drawn,
+                        num_drafts=plan.num_drafts,
+                        tables=batch.tables,
+                        block_sizes=batch.block_sizes,
+                    )
+                )
+        finally:
+            for listener, slot in told:
+                listener.remove(slot)
 
     def _tensor(self, array: Any) -> torch.Tensor:
         return to_device(array, self._device)

@@ -70,14 +70,29 @@ def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_cpu_gives_the_configured_share() -> None:
-    got = [available_bytes(torch.device("cpu"), INFO, 4, 64, gpu_share=0.9, cpu_share=share) for share in (0.25, 0.5)]
-    assert 0 < got[0] < got[1] < free_ram()
+    def available(share: float, workspace: int = 0, to_load: int = 0) -> int:
+        device = torch.device("cpu")
+        return available_bytes(device, workspace=workspace, gpu_share=0.9, cpu_share=share, to_load=to_load)
+
+    with unittest.mock.patch("trivet_torch.memory.free_ram", return_value=100 * MIB):
+        assert [available(0.25), available(0.5)] == [25 * MIB, 50 * MIB]
+        assert available(0.5, workspace=20 * MIB) == 30 * MIB
+        assert available(0.5, workspace=20 * MIB, to_load=40 * MIB) == 10 * MIB
+        assert available(0.5, to_load=200 * MIB) == 0
 
 
 def test_a_gpu_keeps_room_for_weights_and_workspace() -> None:
+    def available(share: float, to_load: int = 0) -> int:
+        device = torch.device("cuda")
+        return available_bytes(device, workspace=30 * MIB, gpu_share=share, cpu_share=0.5, to_load=to_load)
 
     with unittest.mock.patch("torch.cuda.mem_get_info", return_value=(600 * MIB, 1000 * MIB)):
-        device = torch.device("cuda")
-        got = available_bytes(device, INFO, 4, 64, gpu_share=0.9, cpu_share=0.5)
-        assert got == 900 * MIB - 400 * MIB - workspace_bytes(INFO, 4, 64)
-        assert available_bytes(device, INFO, 4, 64, gpu_share=0.3, cpu_share=0.5) == 0
+        assert available(0.9) == (900 - 400 - 30) * MIB
+        assert available(0.9, to_load=100 * MIB) == (900 - 400 - 100 - 30) * MIB
+        assert available(0.3) == 0
+
+
+def test_the_estimate_grows_with_tokens_rows_and_width() -> None:
+    base = workspace_bytes(INFO, 4, 64)
+    assert workspace_bytes(INFO, 4, 128) - base == 16 * 64 * 32 * 4, "sixteen float32 activations per token"
+    assert workspace_bytes(INFO, 8, 64) - base == 4 * 4 * 1000 * 4, "four times the float32 logits per row"

@@ -23,6 +23,8 @@ class WorkerInfo:
     available_bytes: int  #: memory free for the KV cache
     device: str = "cpu"
     weight_bytes: int = 0
+    #: measured bytes of the largest step; None: it was not measured
+    workspace_bytes: int | None = None
     #: names of the sampling parameters that the sampler implements; a request that sets another one is refused
     sampling_fields: frozenset[str] = field(default_factory=frozenset)
     draft_tokens: int = 0  #: proposals per step of the drafter, 0 without one

@@ -1,6 +1,7 @@
 """The worker's half of the state, without tensors: what every runner needs, whatever computes its forward pass."""
 
 from trivet.worker.batch import BatchChanges, PersistentBatch
+from trivet.worker.forward import forward_batch
 from trivet.worker.grammar import GrammarPool
 from trivet.worker.inputs import StepInputs, prepare_inputs
 from trivet.worker.step_runner import StepRunner
@@ -13,5 +14,6 @@ __all__ = [
     "StepInputs",
     "StepRunner",
     "TransferEndpoints",
+    "forward_batch",
     "prepare_inputs",
 ]
