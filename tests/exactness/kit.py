@@ -122,11 +122,21 @@ def ties(got: list[list[int]], want: list[list[int]]) -> int:
     return sum(a != b for a, b in zip(got, want, strict=True))
 
 
-def settings(model: Path, *, block_size: int, budget: int, small: bool, **roles: Any) -> dict[str, Any]:
+#: windows of the groups of layers, where not all layers keep everything
+WINDOWS: dict[str, tuple[int | None, ...]] = {"gemma3_text": (9, 9, 9, None), "mistral": (9,)}
+
+
+def settings(model: Path, family: str, *, block_size: int, budget: int, small: bool, **roles: Any) -> dict[str, Any]:
     """An engine's configuration; a ``small`` pool holds one request of the full context and little more."""
     cache = {"use": "paged", "block_size": block_size}
     if small:
-        cache["num_blocks"] = 1 + -(-LONGEST // block_size) + 2
+        whole = -(-LONGEST // block_size)
+        # A window's blocks, and those of the tokens that a step computes, wherever in a block they begin.
+        blocks = [
+            whole if window is None else min(whole, (window - 1 + budget + block_size - 2) // block_size + 1)
+            for window in WINDOWS.get(family, (None,))
+        ]
+        cache["num_blocks"] = 1 + sum(blocks) + 2
     scheduler = {"use": "continuous", "max_num_batched_tokens": budget, "max_num_seqs": 24}
     plugins = {"cache": cache, "scheduler": scheduler}
     return {

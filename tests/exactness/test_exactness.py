@@ -50,7 +50,7 @@ def check(library: Any, family: str, settings: dict[str, Any]) -> tuple[int, int
 
 @pytest.mark.parametrize(("family", "block_size", "budget", "small"), pairs())
 def test_pairwise(library: Any, family: str, block_size: int, budget: int, small: bool) -> None:
-    settings = kit.settings(library.get(family)[0], block_size=block_size, budget=budget, small=small)
+    settings = kit.settings(library.path(family), family, block_size=block_size, budget=budget, small=small)
     preempted, most = check(library, family, settings)
     assert most > 1, "requests run together"
     if small:
@@ -62,7 +62,7 @@ def test_pairwise(library: Any, family: str, block_size: int, budget: int, small
     ("scheduler", "cache"), [("static", "paged"), ("continuous", "contiguous"), ("static", "contiguous")]
 )
 def test_baselines(library: Any, scheduler: str, cache: str) -> None:
-    settings = kit.settings(library.get("gemma3_text")[0], block_size=8, budget=64, small=False)
+    settings = kit.settings(library.path("gemma3_text"), "gemma3_text", block_size=8, budget=64, small=False)
     settings["plugins"]["scheduler"]["use"] = scheduler
     settings["plugins"]["cache"]["use"] = cache
     check(library, "gemma3_text", settings)
@@ -73,6 +73,6 @@ def test_baselines(library: Any, scheduler: str, cache: str) -> None:
     ("family", "block_size", "budget", "small"), list(product(kit.FAMILIES, BLOCKS, BUDGETS, POOLS))
 )
 def test_cross_product(library: Any, family: str, block_size: int, budget: int, small: bool) -> None:
-    settings = kit.settings(library.get(family)[0], block_size=block_size, budget=budget, small=small)
+    settings = kit.settings(library.path(family), family, block_size=block_size, budget=budget, small=small)
     preempted, _ = check(library, family, settings)
     assert preempted >= (12 if budget == 7 else 24) or not small
