@@ -10,7 +10,7 @@ from trivet.provider import Provider, Suitability
 
 
 def _suits(_context: Context) -> Suitability:
-    return Suitability(10, "a baseline: reserves the maximum length for every request")
+    return Suitability(10, "a baseline: reserves each request's memory ahead")
 
 
 @hookimpl
