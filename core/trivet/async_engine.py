@@ -261,6 +261,10 @@ class AsyncEngine:
         """Why a request does not advance, see :meth:`trivet.Engine.explain`."""
         return await self.call(lambda engine: engine.explain(request_id))
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget what the KV cache keeps of earlier requests, in tiers too; False, with no effect, while any run."""
+        return await self.call(lambda engine: engine.parts.cache.reset())
+
     async def call(self, function: Callable[[Engine], _T]) -> _T:
         """What ``function`` returns, called with the engine on its thread between two steps; raises what it raises."""
         await self.check_health()

@@ -235,6 +235,18 @@ class LLM:
         """What :meth:`generate` uses when it is given none: the defaults of :class:`SamplingParams`."""
         return SamplingParams()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget what the KV cache keeps of earlier requests, in tiers too; for example after weights were changed.
+
+        Returns:
+            Whether it was forgotten: not while blocks are in use, which is never the case between two calls of this
+            object.
+        """
+        with self._lock:
+            while self.engine.has_work:
+                self.engine.step()
+            return self.engine.parts.cache.reset()
+
     def shutdown(self) -> None:
         """Stop the engine and release its memory. A second call has no effect."""
         self.engine.shutdown()

@@ -54,16 +54,25 @@ class WaitingQueue:
     def _is_queued(self, request: Request) -> bool:
         return self._members.get(request.request_id) is request and request.request_id not in self._parked
 
-    def pop(self) -> None:
-        """Take the head out."""
-        del self._members[heapq.heappop(self._heap)[2].request_id]
+    def pop(self, request: Request) -> None:
+        """Take a request out that was the head; others may have come back before it in the meantime."""
+        self._take(request)
+        del self._members[request.request_id]
 
-    def park(self, *, passing: bool = False) -> None:
-        """Set the head aside until :meth:`unpark`, or if ``passing`` until :meth:`unpark_passing`."""
-        request = heapq.heappop(self._heap)[2]
+    def park(self, request: Request, *, passing: bool = False) -> None:
+        """Set a request aside that was the head, until :meth:`unpark`, or if ``passing`` until
+        :meth:`unpark_passing`."""
+        self._take(request)
         self._parked[request.request_id] = request
         if passing:
             self._passing.append(request)
+
+    def _take(self, request: Request) -> None:
+        if self._heap[0][2] is request:
+            heapq.heappop(self._heap)
+        else:
+            self._heap = [entry for entry in self._heap if entry[2] is not request]
+            heapq.heapify(self._heap)
 
     def unpark(self, request: Request) -> None:
         """Put a request back that was parked; no effect for others."""

@@ -132,9 +132,9 @@ class ContinuousScheduler(Scheduler):
             reserve = _FIRST_RESERVE << min(request.num_preemptions, 20) if request.num_preemptions else 0
             admission = planner.admit(request, planner.tokens_left, reserve=reserve)
             if admission.ok:
-                queue.pop()
+                queue.pop(request)
             elif admission.reason == "hold":
-                queue.park(passing=not request.holds)
+                queue.park(request, passing=not request.holds)
             else:
                 self._stalled = (admission.reason, {})
                 break

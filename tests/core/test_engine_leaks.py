@@ -80,7 +80,7 @@ def test_the_queue_keeps_its_order_through_parking_and_removal() -> None:
     queue, requests = waiting(300)
     for request in requests[:40]:
         assert queue.head() is request
-        queue.park(passing=request.index % 2 == 0)
+        queue.park(request, passing=request.index % 2 == 0)
     for request in requests[50:250]:
         queue.remove(request)
     queue.unpark_passing()
@@ -90,7 +90,7 @@ def test_the_queue_keeps_its_order_through_parking_and_removal() -> None:
     order = []
     while (head := queue.head()) is not None:
         order.append(head.index)
-        queue.pop()
+        queue.pop(head)
     assert order == sorted([*range(0, 40, 2), 3, *range(40, 50), *range(250, 300)])
     assert len(queue) == 20 - 2, "those that are still parked"
 
@@ -225,7 +225,7 @@ def test_blocks_of_a_slot_that_is_admitted_and_extended_in_one_plan_travel_once(
             slots = planner.runnable()
             planner.extend(slots, planner.pending(slots))
             while (request := scheduler._queue.head()) is not None and planner.admit(request, 0).ok:
-                scheduler._queue.pop()
+                scheduler._queue.pop(request)
                 # One position more than it has tokens: as if something else were to be written there.
                 planner._lookahead = 3
                 planner.extend(np.array([request.slot], np.int32), np.array([request.num_prompt], np.int32))
