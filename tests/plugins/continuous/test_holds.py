@@ -36,7 +36,7 @@ def test_a_release_that_arrives_during_an_admission_sets_nobody_else_aside() -> 
         e.add_request("leader", SHARED, greedy(4))
         e.add_request("follower", [*SHARED, 5], greedy(4))
         e.step()
-        assert e.table.num_running == 2, "the leader, and the old one in the same step; the follower waits for the leader"
+        assert e.table.num_running == 2, "the old one and the leader, for which the follower waits"
         done = drain(e, steps=100)
         assert done["old"].output_ids == reference_tokens([7, 8, 9], 4)
         assert done["leader"].output_ids == reference_tokens(SHARED, 4)
