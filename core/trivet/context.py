@@ -71,6 +71,11 @@ class Context(ABC):
     def options(self, plugin: str) -> dict[str, Any]:
         """The options given to ``plugin`` in the configuration (any role), without ``use``."""
 
+    def selected(self, role: str) -> list[tuple[str, dict[str, Any]]]:
+        """Name and given options of the providers selected for a role, wherever they live: the same in the engine and
+        in its workers, whatever ``auto`` meant."""
+        return [(selection.use, dict(selection.options)) for selection in self.config.selections(role)]
+
 
 class EngineContext(Context):
     """The engine's side. Valid after the freeze; everything here belongs to the engine's thread except

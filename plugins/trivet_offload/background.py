@@ -16,7 +16,7 @@ class Background:
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
-        self._jobs: deque[tuple[Callable[[], None], int]] = deque()
+        self._jobs: deque[tuple[Callable[[], object], int]] = deque()
         self._waiting = 0  # bytes
         self._closed = False
         self._changed = threading.Condition()
@@ -28,7 +28,7 @@ class Background:
         with self._changed:
             return not self._waiting or self._waiting + num_bytes <= self._most
 
-    def add(self, job: Callable[[], None], num_bytes: int = 0) -> None:
+    def add(self, job: Callable[[], object], num_bytes: int = 0) -> None:
         """Run ``job``, which keeps ``num_bytes`` of content until then."""
         with self._changed:
             self._jobs.append((job, num_bytes))

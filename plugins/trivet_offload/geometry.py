@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trivet.errors import TrivetError
+from trivet_offload.segments import SegmentPlan
 from trivet_schemas.options import format_size
 
 if TYPE_CHECKING:
@@ -42,3 +43,7 @@ class Geometry:
                 f"has {format_size(self.slot_bytes)}; set it to a multiple of that, or remove the tier"
             )
         return count
+
+    def segments(self, options: OffloadOptions) -> SegmentPlan:
+        """Places on disk. Raises TrivetError if there is not even one."""
+        return SegmentPlan.of(self.slot_bytes, options.disk_memory)

@@ -51,6 +51,10 @@ class Mover(ABC):
         """One row to a block, complete when it returns; for a thread of its own."""
 
     @abstractmethod
+    def finish(self) -> None:
+        """Wait for all copies that were started."""
+
+    @abstractmethod
     def scratch(self) -> UInt8:
         """``[slot_bytes]``: a further row, for :meth:`write`."""
 
@@ -117,6 +121,9 @@ class CpuMover(Mover):
         for pages, start, end, shape in self._groups[group]:
             pages[block] = row[start:end].reshape(shape)
 
+    def finish(self) -> None:
+        pass
+
     def scratch(self) -> UInt8:
         return np.empty(self.host.shape[1], np.uint8)
 
@@ -180,6 +187,9 @@ class CudaMover(Mover):
             content = torch.from_numpy(row[: self.group_bytes[group]]).to(self._device, non_blocking=True)
             self._scatter(group, [block], content[None])
             self._aside.synchronize()
+
+    def finish(self) -> None:
+        self._side.synchronize()
 
     def scratch(self) -> UInt8:
         row: UInt8 = torch.empty(self._rows.shape[1], dtype=torch.uint8, pin_memory=True).numpy()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from trivet.errors import PluginError
 from trivet.roles.cache_tier import CacheTier, TierLoad, TierStats, TierStore
+from trivet_offload.fingerprint import digest, facts, folder, rank_folder
 from trivet_offload.geometry import Geometry
 from trivet_offload.payload import NONE, Moves, encode
+from trivet_offload.segments import MAX_KEY, read_index
 from trivet_offload.slots import SlotSpace
 
 if TYPE_CHECKING:
@@ -42,13 +46,27 @@ class OffloadTier(CacheTier):
         self._stored = self._loaded = self._dropped = self._store_bytes = self._load_bytes = 0
 
     def bind(self, context: EngineContext) -> None:
+        if sum(tier.endpoint == self.endpoint for tier in context.all("cache_tier")) > 1:
+            raise PluginError("plugins.cache_tier: 'offload' is named twice; name it once, with all of its memory")
         options = self._options
         geometry = Geometry.of(context.layout)
         slots = geometry.host_slots(options)
         self._sizes = geometry.group_bytes
         self._host = SlotSpace(slots, context.component("tier_policy", options.policy, capacity=slots))
+        if options.path is not None:
+            self._bind_disk(context, geometry, options.path)
         # Elsewhere the copies are queued on the device, and nobody must wait for them.
         self._blocking = context.info.device.partition(":")[0] != "cuda"
+
+    def _bind_disk(self, context: EngineContext, geometry: Geometry, path: str) -> None:
+        """Find what the first worker has on disk; the others have the same, or their loads will fail."""
+        fingerprint = digest(facts(context, context.layout, context.info.device, self._options))
+        self._folder = folder(path, fingerprint)
+        self._generation = _read_generation(self._folder)
+        plan = geometry.segments(self._options)
+        policy = context.component("tier_policy", self._options.policy, capacity=plan.num_slots)
+        self._disk = SlotSpace(plan.num_slots, policy)
+        self._disk.place(read_index(rank_folder(self._folder, 0), plan, fingerprint, self._generation))
 
     # ------------------------------------------------------------------ what the cache asks
 
@@ -149,7 +167,9 @@ class OffloadTier(CacheTier):
         self._arriving.clear()
         self._host.clear()
         if self._disk is not None:
+            assert self._folder is not None
             self._disk.clear()
+            _write_generation(self._folder, self._generation)
 
     # ------------------------------------------------------------------ places
 
@@ -175,7 +195,7 @@ class OffloadTier(CacheTier):
 
     def _demote(self, key: bytes, slot: int, moves: Moves) -> None:
         disk = self._disk
-        if disk is None:
+        if disk is None or len(key) > MAX_KEY:
             self._dropped += 1
         elif key in disk:
             disk.use(key)
@@ -215,3 +235,24 @@ class OffloadTier(CacheTier):
         disk += [slot for moves in self._under_way.values() for _, slot in moves.demote]
         assert sorted(disk) == self._disk.pins(), "pins on disk belong to no transfer"
         assert all(key in self._host for key in self._arriving), "a key arrives nowhere"
+
+
+def _read_generation(where: Path) -> int:
+    """The number of resets that the content of a folder has seen."""
+    try:
+        return int((where / "generation").read_text(encoding="ascii"))
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError) as exc:
+        _logger.warning("%s: blocks on disk are not used: %s", where / "generation", exc)
+        return time.time_ns() // 10**9  # one that no content has
+
+
+def _write_generation(where: Path, generation: int) -> None:
+    """So that content from before a reset is not found after a restart either."""
+    try:
+        fresh = where / "generation.new"
+        fresh.write_text(str(generation), encoding="ascii")
+        fresh.replace(where / "generation")
+    except OSError as exc:
+        _logger.critical("delete %s, or blocks from before the reset will be found after a restart: %s", where, exc)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trivet.roles.connector import TransferReport, TransferWorker
+from trivet_offload.background import Background
+from trivet_offload.fingerprint import describe, digest, facts, folder, rank_folder
 from trivet_offload.geometry import Geometry
 from trivet_offload.movers import make_mover
 from trivet_offload.payload import NONE, Moves, decode
+from trivet_offload.segments import SegmentStore
 
 if TYPE_CHECKING:
     from trivet.context import WorkerContext
@@ -21,6 +26,10 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+#: content that may wait to be written: so many bytes, or this share of the host memory if that is more
+_LEAST_WAITING, _WAITING_SHARE = 64 * 2**20, 16
+_DRAIN_SECONDS = _PERSIST_SECONDS = 20.0
+
 
 @dataclass(frozen=True, slots=True)
 class Tag:
@@ -29,6 +38,17 @@ class Tag:
     generation: int
     key: bytes
     size: int  #: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A block to be read from disk."""
+
+    group: int
+    block: int
+    key: bytes
+    place: int
+    promote: int  #: row that gets the content too, or ``NONE``
 
 
 @dataclass(slots=True)
@@ -52,6 +72,9 @@ class OffloadWorker(TransferWorker):
         #: by row; in the order in which the rows were filled
         self._tags: dict[int, Tag] = {}
         self._open: deque[_Open] = deque()
+        self._disk: SegmentStore | None = None
+        self._background: Background | None = None
+        self._lost = False
 
     def bind(self, attention: Attention | None) -> None:
         assert attention is not None, "a cache tier needs a storage"
@@ -60,6 +83,20 @@ class OffloadWorker(TransferWorker):
         slots = geometry.host_slots(self._options)
         self._num_groups = len(layout.groups)
         self._mover = make_mover(attention, layout, slots, geometry.slot_bytes)
+        self._scratch = self._mover.scratch()
+        if self._options.path is not None:
+            self._bind_disk(geometry, self._options.path)
+
+    def _bind_disk(self, geometry: Geometry, path: str) -> None:
+        context = self._context
+        found = facts(context, context.layout, context.device, self._options)
+        fingerprint = digest(found)
+        where = folder(path, fingerprint)
+        plan = geometry.segments(self._options)
+        self._disk = SegmentStore(rank_folder(where, context.rank), plan, fingerprint, path)
+        if context.rank == 0:
+            describe(where, found)
+        self._background = Background(max(_LEAST_WAITING, self._options.host_memory // _WAITING_SHARE))
 
     # ------------------------------------------------------------------ transfers
 
@@ -83,9 +120,13 @@ class OffloadWorker(TransferWorker):
 
     def _load(self, entry: _Open, moves: Moves, places: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> None:
         self._demote(moves)
+        for slot in moves.promote:
+            self._tags.pop(slot, None)
         copies: list[tuple[int, int, int]] = []
-        for (group, block), slot, key in zip(places, moves.host, keys, strict=True):
+        reads: list[_Read] = []
+        for i, ((group, block), slot, key) in enumerate(zip(places, moves.host, keys, strict=True)):
             if slot == NONE:
+                reads.append(_Read(group, block, key, moves.disk[i], moves.promote[i]))
                 continue
             tag = self._tags.get(slot)
             if tag is not None and (tag.generation, tag.key) == (moves.generation, key):
@@ -94,10 +135,68 @@ class OffloadWorker(TransferWorker):
                 entry.bad.append((group, block))
         if copies:
             entry.tickets.append(self._mover.load(copies))
+        if reads and self._background is None:
+            entry.bad += [(one.group, one.block) for one in reads]
+        elif reads and self._background is not None:
+            entry.reading = True
+            self._background.add(partial(self._read, entry, moves.generation, reads, self._mover.mark()))
         self._open.append(entry)
 
+    # ------------------------------------------------------------------ disk
+
     def _demote(self, moves: Moves) -> None:
-        pass
+        """Write the old content of rows to disk, as far as the disk keeps up. What is left out is a miss later."""
+        disk, background = self._disk, self._background
+        for slot, place in moves.demote:
+            tag = self._tags.get(slot)
+            if tag is None or disk is None or background is None:
+                continue
+            if not background.room(tag.size):
+                if not self._lost:
+                    self._lost = True
+                    _logger.warning("the disk is slower than blocks are evicted; some are dropped and computed again")
+                continue
+            content = self._mover.host[slot, : tag.size].copy()
+            background.add(partial(disk.write, place, tag.generation, tag.key, content), tag.size)
+
+    def _read(self, entry: _Open, generation: int, reads: Sequence[_Read], after: Any) -> None:
+        """In the background: fill blocks, and rows that are to have their content too."""
+        assert self._disk is not None
+        done = 0
+        try:
+            for one in reads:
+                size = self._mover.group_bytes[one.group]
+                row = self._scratch if one.promote == NONE else self._mover.host[one.promote]
+                if self._disk.read(one.place, generation, one.key, row[:size]):
+                    self._mover.write(after, one.group, one.block, row)
+                    if one.promote != NONE:
+                        self._tags[one.promote] = Tag(generation, one.key, size)
+                else:
+                    entry.bad.append((one.group, one.block))
+                done += 1
+        finally:
+            entry.bad += [(one.group, one.block) for one in reads[done:]]
+            entry.reading = False
+
+    def _persist(self) -> None:
+        """Write what only host memory has to unused places, the newest first, as far as time and room go."""
+        disk = self._disk
+        assert disk is not None
+        if not self._tags:
+            return
+        deadline = time.monotonic() + _PERSIST_SECONDS
+        generation = max(tag.generation for tag in self._tags.values())
+        there, unused = disk.content(generation), iter(disk.unused(generation))
+        for slot, tag in reversed(self._tags.items()):
+            if tag.generation != generation or tag.key in there:
+                continue
+            place = next(unused, None)
+            if place is None or time.monotonic() > deadline:
+                return
+            if not disk.write(place, tag.generation, tag.key, self._mover.host[slot, : tag.size]):
+                return
+
+    # ------------------------------------------------------------------ reports
 
     def poll(self) -> TransferReport:
         report = TransferReport(invalid_blocks=[[] for _ in range(self._num_groups)])
@@ -112,4 +211,13 @@ class OffloadWorker(TransferWorker):
         return report
 
     def shutdown(self) -> None:
-        self._open.clear()
+        if self._background is not None and self._disk is not None:
+            ended = self._background.close(_DRAIN_SECONDS)
+            if not ended:
+                _logger.warning("the disk is slow; blocks that wait to be written are dropped")
+            elif self._options.persist:
+                self._mover.finish()
+                self._persist()
+            if ended:
+                self._disk.close()
+            self._background = self._disk = None

@@ -89,6 +89,10 @@ class _Built(Context):
         """The options of a provider or extension, with defaults when it declares a model; empty if it has none."""
         return self.registry.options(plugin)
 
+    def selected(self, role: str) -> list[tuple[str, dict[str, Any]]]:
+        """Name and given options of the providers selected for a role."""
+        return [(choice.offer.name, dict(choice.options)) for choice in self.registry.selection(role).choices]
+
     def hook(self, name: str) -> Callable[..., Any]:
         """The caller of a hook that a plugin offers through ``trivet_add_hookspecs``, by keywords; Trivet's own hooks
         are called by the engine alone."""
