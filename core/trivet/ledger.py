@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from trivet.plan import Bool, Int32
+from trivet.plan import Bool, Int32, Int64
 from trivet.roles.cache import CacheStats
 from trivet.rows import spans
 
@@ -51,28 +51,36 @@ class BlockLedger:
     def append_rows(self, slots: Int32, counts: Int32, blocks: Int32, group: int = 0) -> None:
         """Put ``counts[i]`` blocks that nobody has at the end of the table of ``slots[i]``, in the order of
         ``blocks``."""
-        lengths = self.lengths[group]
-        _, columns = spans(lengths[slots], counts)
-        self.tables[group][np.repeat(slots, counts), columns] = blocks
-        lengths[slots] += counts
-        self._used[blocks] += 1
+        lengths, at = self.lengths[group], slots.astype(np.intp)
+        before = lengths[at]
+        _, columns = spans(before, counts)
+        self.tables[group][np.repeat(at, counts), columns] = blocks
+        lengths[at] = before + counts
+        # Each was free and is there once.
+        self._used[blocks.astype(np.intp)] = 1
 
-    def drop(self, slot: int, group: int, start: int, stop: int) -> list[int]:
-        """Make the entries ``[start, stop)`` of a table null; returns the blocks that nobody needs any more."""
-        entries = self.tables[group][slot, start:stop]
+    def drop(self, slots: Int64, group: int, starts: Int32, stops: Int32) -> list[int]:
+        """Make the entries ``[starts[i], stops[i])`` of the table of ``slots[i]`` null; returns the blocks that nobody
+        needs any more."""
+        table, counts = self.tables[group], stops - starts
+        _, columns = spans(starts, counts)
+        rows = np.repeat(slots, counts)
+        entries = table[rows, columns].astype(np.intp)
+        table[rows, columns] = 0
         blocks = entries[entries != 0]
-        entries[:] = 0
-        self._used[blocks] -= 1
+        np.subtract.at(self._used, blocks, 1)
         idle: list[int] = blocks[self.is_idle(blocks)].tolist()
-        return idle
+        # Two of the tables may have shared one.
+        return list(dict.fromkeys(idle))
 
     def blocks(self, slot: int, group: int = 0) -> Int32:
         """``[n]`` a copy of a table."""
         return self.tables[group][slot, : self.lengths[group][slot]].copy()
 
-    def is_idle(self, blocks: Int32) -> Bool:
+    def is_idle(self, blocks: Int32 | Int64) -> Bool:
         """``[n]`` whether nobody needs each of these blocks."""
-        idle: Bool = (self._used[blocks] == 0) & (self._retired[blocks] == 0) & (self._leased[blocks] == 0)
+        at = blocks.astype(np.intp)
+        idle: Bool = (self._used[at] | self._retired[at] | self._leased[at]) == 0
         return idle
 
     def holders(self, blocks: Iterable[int]) -> list[tuple[int, int, int]]:

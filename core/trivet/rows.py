@@ -60,7 +60,10 @@ class PlanRows:
 
 def spans(starts: Int32, lengths: Int32) -> tuple[Int32, Int32]:
     """Offsets ``[n + 1]`` and flat indices of the runs ``starts[i] … starts[i] + lengths[i] - 1``."""
-    offsets = np.zeros(len(lengths) + 1, np.int32)
+    count = len(lengths)
+    if int(np.add.reduce(lengths)) == count == np.count_nonzero(lengths):
+        return np.arange(count + 1, dtype=np.int32), starts  # one each, as in a batch that decodes
+    offsets = np.zeros(count + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     flat = np.arange(offsets[-1], dtype=np.int32) + np.repeat(starts - offsets[:-1], lengths).astype(np.int32)
     return offsets, flat
@@ -70,7 +73,7 @@ def gather_tokens(tokens: Int32, slots: Int32, starts: Int32, ends: Int32) -> Ra
     """Row ``i`` is ``tokens[slots[i], starts[i]:ends[i]]``."""
     lengths = (ends - starts).astype(np.int32)
     offsets, columns = spans(starts, lengths)
-    return Ragged(offsets, tokens[np.repeat(slots, lengths), columns])
+    return Ragged(offsets, tokens[np.repeat(slots.astype(np.intp), lengths), columns.astype(np.intp)])
 
 
 def block_delta(slots: list[int], blocks: list[int]) -> BlockDelta:
@@ -78,6 +81,8 @@ def block_delta(slots: list[int], blocks: list[int]) -> BlockDelta:
     if not slots:
         return BlockDelta(EMPTY_I32, Ragged.empty())
     s = np.array(slots, np.int32)
-    first = np.flatnonzero(np.r_[True, s[1:] != s[:-1]])
-    offsets = np.r_[first, len(s)].astype(np.int32)
-    return BlockDelta(s[first], Ragged(offsets, np.array(blocks, np.int32)))
+    changes = (s[1:] != s[:-1]).nonzero()[0]
+    offsets = np.zeros(len(changes) + 2, np.int32)
+    offsets[1:-1] = changes + 1
+    offsets[-1] = len(s)
+    return BlockDelta(s[offsets[:-1]], Ragged(offsets, np.array(blocks, np.int32)))

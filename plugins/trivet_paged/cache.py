@@ -10,10 +10,11 @@ import numpy as np
 
 from trivet.events import BlocksEvicted, BlocksStored
 from trivet.ledger import BlockLedger
-from trivet.plan import Int32, Transfer
+from trivet.plan import Int32, Int64, Transfer
 from trivet.roles import Allocation, Cache, CacheHit, CacheRequirements, CacheStats, CacheTier, KVLayout
+from trivet.rows import spans
 from trivet.sizing import choose_block_size, plan_blocks, with_dtype
-from trivet_paged.groups import plan_groups
+from trivet_paged.groups import Group, group_windows, plan_groups
 from trivet_paged.hashing import Hasher
 from trivet_paged.lookup import Found, Lookup
 from trivet_paged.pool import BlockPool, EventLog
@@ -55,11 +56,12 @@ class PagedCache(Cache):
             memory=self._options.memory,
             num_blocks=self._options.num_blocks,
             page_bytes=plan.page_bytes,
-            blocks_for=self._most_blocks,
+            blocks_for=self.request_blocks,
             keeps_content=self._caching,
         )
-        self._windowed = [group for group in plan.groups if group.windowed]
-        self.wants_commits = self._caching or bool(self._windowed)
+        #: groups whose blocks leave their windows together
+        self._windows = group_windows(plan.groups)
+        self.wants_commits = self._caching or bool(self._windows)
         self._ledger = BlockLedger(
             blocks, need.max_num_seqs, [-(-need.max_model_len // group.size) for group in plan.groups]
         )
@@ -86,9 +88,10 @@ class PagedCache(Cache):
 
     def fits(self, num_tokens: int) -> bool:
         """See :meth:`Cache.fits`."""
-        return self._most_blocks(num_tokens) < self._ledger.num_blocks
+        return self.request_blocks(num_tokens) < self._ledger.num_blocks
 
-    def _most_blocks(self, num_tokens: int) -> int:
+    def request_blocks(self, num_tokens: int) -> int:
+        """See :meth:`Cache.request_blocks`."""
         return sum(group.most_blocks(num_tokens, self._in_flight) for group in self._groups)
 
     # ------------------------------------------------------------------ admission
@@ -124,8 +127,10 @@ class PagedCache(Cache):
         """Whether there can be blocks for the rest of the request; counts what it needs in any case."""
         more = len(found.loads)
         for group, entries in zip(self._groups, found.blocks, strict=True):
-            wanted = found.num_tokens + 1 if group.windowed else known
-            more += max(-(-wanted // group.size) - len(entries), 0)
+            wanted = -(-known // group.size)
+            if group.windowed:
+                wanted = min(wanted, group.first_block(found.num_tokens) + group.span(self._in_flight))
+            more += max(wanted - len(entries), 0)
         return more + self._num_idle(found) <= self._pool.num_free
 
     def _num_idle(self, found: Found) -> int:
@@ -163,7 +168,8 @@ class PagedCache(Cache):
         ledger, groups = self._ledger, self._groups
         kept = totals if reserve is None else reserve
         missing = [
-            -(-(totals if group.windowed else kept) // group.size) - ledger.lengths[group.index][slots]
+            -(-(self._ahead(group, slots, totals, kept) if group.windowed else kept) // group.size)
+            - ledger.lengths[group.index][slots]
             for group in groups
         ]
         needed = missing[0] if len(groups) == 1 else np.maximum(missing, 0).sum(axis=0)
@@ -186,6 +192,15 @@ class PagedCache(Cache):
             out_slots.append(np.repeat(slots[rows], counts).tolist())
             out_blocks.append(mine)
         return Allocation(done, out_slots, out_blocks)
+
+    def _ahead(self, group: Group, slots: Int32, totals: Int32, reserve: Int32) -> Int32:
+        """Tokens that a windowed group takes blocks for: as many as it will ever have at once. From then on it gives a
+        block back for every one it takes, so it never needs what others have."""
+        if reserve is totals:
+            return totals
+        most = (self._passed[group.index, slots] + group.span(self._in_flight)) * group.size
+        ahead: Int32 = np.maximum(totals, np.minimum(reserve, most))
+        return ahead
 
     def _take(self, count: int) -> list[int]:
         evicted: list[tuple[int, bytes, int]] = []
@@ -229,50 +244,80 @@ class PagedCache(Cache):
 
     def commit(self, slots: Int32, num_tokens: Int32) -> None:
         """See :meth:`Cache.commit`; rows that complete no block cost no Python."""
+        at = slots.astype(np.intp)
         if self._caching:
             full = num_tokens // self.block_size
-            for row in np.flatnonzero(full > self._named[slots]).tolist():
-                self._name(int(slots[row]), int(full[row]))
-        for group in self._windowed:
-            passed, first = self._passed[group.index], group.first_block(num_tokens)
-            for row in np.flatnonzero(first > passed[slots]).tolist():
-                slot = int(slots[row])
-                self._pool.give(self._ledger.drop(slot, group.index, int(passed[slot]), int(first[row])))
-                passed[slot] = first[row]
+            rows = (full > self._named[at]).nonzero()[0]
+            if len(rows):
+                self._name(at[rows], full[rows])
+        for groups in self._windows:
+            passed, first = self._passed[groups[0].index], groups[0].first_block(num_tokens)
+            rows = (first > passed[at]).nonzero()[0]
+            if len(rows):
+                mine, stops = at[rows], first[rows]
+                for group in groups:
+                    self._pool.give(self._ledger.drop(mine, group.index, passed[mine], stops))
+                passed[mine] = stops
 
-    def _name(self, slot: int, full: int) -> None:
-        """Blocks up to the ``full``-th can be found from now on."""
-        done, chain = int(self._named[slot]), self._chains[slot]
-        request = self._table.requests[slot]
-        assert request is not None
-        if len(chain) < full:
-            self._hasher.chain(request, self._table.tokens[slot], full * self.block_size)
+    def _name(self, slots: Int64, full: Int32) -> None:
+        """Blocks up to the ``full[i]``-th of ``slots[i]`` can be found from now on."""
+        done, numbers = self._named[slots], slots.tolist()
+        chains = [self._chains[slot] for slot in numbers]
+        self._hash(slots, chains, full)
+        places: dict[int, tuple[Int64, Int32, list[bytes]]] = {}
         for group in self._groups:
-            factor, index = group.factor, group.index
-            first, last = done // factor, full // factor
-            stored: list[tuple[int, bytes]] = []
-            for i, block in enumerate(self._ledger.tables[index][slot, first:last].tolist(), first):
-                digest = chain[(i + 1) * factor - 1]
-                if block and self._pool.name(index, digest, block):
-                    stored.append((block, digest))
+            factor = group.factor
+            if factor not in places:
+                first = done // factor
+                counts = full // factor - first
+                _, indices = spans(first, counts)
+                rows = np.repeat(np.arange(len(slots)), counts)
+                ends = ((indices + 1) * factor - 1).tolist()
+                digests = [chains[row][end] for row, end in zip(rows.tolist(), ends, strict=True)]
+                places[factor] = rows, indices, digests
+            rows, indices, digests = places[factor]
+            blocks = self._ledger.tables[group.index][slots[rows], indices].tolist()
+            stored = self._pool.name(group.index, digests, blocks)
             if stored and self.observed:
-                self._tell_stored(slot, index, first, stored)
-        self._named[slot] = full
+                self._tell_stored(group, slots[rows[stored]].tolist(), indices[stored].tolist())
+        self._named[slots] = full
         assert self._sharing is not None
-        self._sharing.advanced(slot, full)
+        self._sharing.advanced(numbers, full.tolist())
 
-    def _tell_stored(self, slot: int, index: int, first: int, stored: list[tuple[int, bytes]]) -> None:
-        group, chain = self._groups[index], self._chains[slot]
-        request = self._table.requests[slot]
-        assert request is not None
-        detail = {
-            "block_size": group.size,
-            "parent": chain[first * group.factor - 1] if first else None,
-            "token_ids": self._table.tokens[slot, first * group.size : (first + len(stored)) * group.size].tolist(),
-            "tags": dict(request.cache_tags),
-        }
-        blocks, digests = zip(*stored, strict=True)
-        self._events.stored(BlocksStored(index, list(blocks), list(digests), detail))
+    def _hash(self, slots: Int64, chains: Sequence[list[bytes]], full: Int32) -> None:
+        """Make the chains ``full[i]`` digests long."""
+        have = np.array([len(chain) for chain in chains], np.int32)
+        rows = (have < full).nonzero()[0]
+        if not len(rows):
+            return
+        counts = full[rows] - have[rows]
+        _, blocks = spans(have[rows], counts)
+        tokens = self._table.tokens[
+            np.repeat(slots[rows], counts)[:, None], blocks[:, None] * self.block_size + np.arange(self.block_size)
+        ]
+        requests = [self._table.requests[slot] for slot in slots[rows].tolist()]
+        self._hasher.extend(requests, [chains[row] for row in rows.tolist()], counts.tolist(), tokens)
+
+    def _tell_stored(self, group: Group, slots: list[int], indices: list[int]) -> None:
+        """Blocks of the tables of ``slots`` at ``indices`` became findable: an event per stretch of one table."""
+        size, factor = group.size, group.factor
+        start = 0
+        for end in range(1, len(slots) + 1):
+            if end < len(slots) and (slots[end], indices[end]) == (slots[end - 1], indices[end - 1] + 1):
+                continue
+            slot, first, last = slots[start], indices[start], indices[end - 1] + 1
+            start = end
+            chain, request = self._chains[slot], self._table.requests[slot]
+            assert request is not None
+            detail = {
+                "block_size": size,
+                "parent": chain[first * factor - 1] if first else None,
+                "token_ids": self._table.tokens[slot, first * size : last * size].tolist(),
+                "tags": dict(request.cache_tags),
+            }
+            blocks: list[int] = self._ledger.tables[group.index][slot, first:last].tolist()
+            digests = [chain[(i + 1) * factor - 1] for i in range(first, last)]
+            self._events.stored(BlocksStored(group.index, blocks, digests, detail))
 
     # ------------------------------------------------------------------ leaving
 
@@ -325,14 +370,14 @@ class PagedCache(Cache):
         if self._tiers is None:
             return
         for group, digest, block in self._tiers.ended(transfer, ok=ok):
-            if self._pool.name(group, digest, block) and self.observed:
+            if self._pool.name(group, [digest], [block]) and self.observed:
                 detail = {"block_size": self._groups[group].size, "tier": transfer.endpoint}
                 self._events.stored(BlocksStored(group, [block], [digest], detail))
         slot = transfer.slot
         assert self._sharing is not None
         if slot in self._sharing.loading and not self._tiers.is_loading(slot, int(self._table.epoch[slot])):
             self._sharing.loading.discard(slot)
-            self._sharing.advanced(slot, int(self._named[slot]))
+            self._sharing.advanced([slot], [int(self._named[slot])])
 
     def take_events(self) -> tuple[list[BlocksStored], list[BlocksEvicted]]:
         """See :meth:`Cache.take_events`."""

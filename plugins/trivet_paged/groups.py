@@ -57,10 +57,12 @@ class Group:
     def most_blocks(self, num_tokens: int, in_flight: int) -> int:
         """Blocks that a request of ``num_tokens`` tokens has at most at one time, computing ``in_flight`` at once."""
         all_of_them = -(-num_tokens // self.size)
-        if not self.windowed or self.kv.window is None:
-            return all_of_them
-        span = self.kv.window - 1 + in_flight
-        return min(all_of_them, (span + self.size - 2) // self.size + 1)
+        return min(all_of_them, self.span(in_flight)) if self.windowed else all_of_them
+
+    def span(self, in_flight: int) -> int:
+        """Blocks that a window and the tokens under way touch at most."""
+        assert self.kv.window is not None
+        return (self.kv.window - 1 + in_flight + self.size - 2) // self.size + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,15 @@ def plan_groups(specs: Sequence[LayerKVSpec], support: Sequence[AttentionSupport
     tokens = {layer: g.size for g in groups for layer in g.kv.layers}
     page = sum(max(sizes[layer] * tokens[layer] for layer in layers) for layers in buffers)
     return Plan(tuple(groups), buffers, page)
+
+
+def group_windows(groups: Sequence[Group]) -> list[list[Group]]:
+    """Those with a window, and together those whose windows move alike."""
+    alike: dict[tuple[str, int | None, int], list[Group]] = {}
+    for group in groups:
+        if group.windowed:
+            alike.setdefault((group.kv.kind, group.kv.window, group.size), []).append(group)
+    return list(alike.values())
 
 
 def _group_size(counts: Sequence[int]) -> int:

@@ -63,14 +63,17 @@ class BlockPool:
             else:
                 kept[block] = None
 
-    def name(self, group: int, digest: bytes, block: int) -> bool:
-        """The block's content can be found from now on, unless other blocks hold the same."""
-        index = self.index[group]
-        if digest in index or self._names[block] is not None:
-            return False
-        index[digest] = block
-        self._names[block] = (group, digest)
-        return True
+    def name(self, group: int, digests: Sequence[bytes], blocks: Sequence[int]) -> list[int]:
+        """The blocks' content can be found from now on, unless other blocks hold the same; null blocks have none.
+        Returns the places in the lists of those that can be found now and could not before."""
+        index, names = self.index[group], self._names
+        named: list[int] = []
+        for place, (digest, block) in enumerate(zip(digests, blocks, strict=True)):
+            if block and names[block] is None and digest not in index:
+                index[digest] = block
+                names[block] = group, digest
+                named.append(place)
+        return named
 
     def forget(self, block: int) -> tuple[int, bytes] | None:
         """The block's content must not be found any more; returns what it was."""

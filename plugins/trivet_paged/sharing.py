@@ -59,8 +59,13 @@ class PrefixSharing:
         if mine:
             self._leads[slot], self._ends[slot] = mine, len(chain)
 
-    def advanced(self, slot: int, committed: int) -> None:
-        """``committed`` blocks of the slot can be found now."""
+    def advanced(self, slots: Sequence[int], committed: Sequence[int]) -> None:
+        """``committed[i]`` blocks of ``slots[i]`` can be found now."""
+        if self._leads:
+            for slot, blocks in zip(slots, committed, strict=True):
+                self._advanced(slot, blocks)
+
+    def _advanced(self, slot: int, committed: int) -> None:
         if slot not in self._leads:
             return
         if committed >= self._ends[slot]:
