@@ -46,6 +46,7 @@ class Lifecycle:
         self._last_submitted = -1
         self._leases: deque[tuple[int, int]] = deque()  # (step, lease): free once that step is committed
         self._transfers: dict[int, tuple[Transfer, int, bool]] = {}  # with lease, and whether it is a store
+        self._external: set[int] = set()  # loads through the connector
         self._next_transfer = 0
         self._loads: list[Transfer] = []
         self._stores: list[Transfer] = []
@@ -295,9 +296,12 @@ class Lifecycle:
             -1, self._connector.endpoint, slot, request.epoch, start, count, blocks, hit.keys, hit.blocking, hit.payload
         )
 
-    def start_load(self, request: Request, load: Transfer) -> None:
-        """Number a load, lease its blocks, hold the request unless the load is part of the step."""
+    def start_load(self, request: Request, load: Transfer, *, external: bool) -> None:
+        """Number a load, lease its blocks, hold the request unless the load is part of the step. ``external``: through
+        the connector, not asked for by the cache."""
         self._start(load, self._loads, store=False)
+        if external:
+            self._external.add(load.transfer_id)
         if not load.blocking:
             detail = f"{load.num_tokens} tokens are being loaded through {load.endpoint}"
             self.hold(request, Hold("transfer", "core", detail, time.monotonic()))
@@ -340,6 +344,8 @@ class Lifecycle:
             if transfer_id not in self._transfers:
                 continue
             transfer, lease, is_store = self._transfers.pop(transfer_id)
+            external = transfer_id in self._external
+            self._external.discard(transfer_id)
             self.cache.transfer_ended(transfer, ok=transfer_id not in failed)
             self.cache.settle(lease)
             if is_store or not self.live(transfer):
@@ -347,6 +353,13 @@ class Lifecycle:
             request = self.table.requests[transfer.slot]
             assert request is not None
             slot = transfer.slot
+            if transfer_id in failed and not external:
+                # The table was made for this content: only a new look at the cache says what else can be used.
+                if not request.num_preemptions:
+                    request.num_cached_tokens = -1
+                self.preempt(slot)
+                request.num_lost_tokens = 0
+                continue
             if transfer_id in failed:
                 self._rewind(slot, self._valid_until(transfer, invalid), rewound)
                 if not request.num_preemptions:

@@ -18,6 +18,7 @@ from trivet.plan import (
     Bool,
     InputSource,
     Int32,
+    Int64,
     LogitsRows,
     MultimodalRange,
     NewRequest,
@@ -26,7 +27,7 @@ from trivet.plan import (
     Task,
     Transfer,
 )
-from trivet.rows import PlanRows, block_delta, gather_tokens
+from trivet.rows import PlanRows, Rows, block_delta, gather_tokens
 from trivet.state import Request, RequestTable
 
 if TYPE_CHECKING:
@@ -108,28 +109,30 @@ class Planner:
 
     def pending(self, slots: Int32) -> Int32:
         """``[n]`` tokens that each slot still has to compute, drafts included."""
+        return self._pending()[slots.astype(np.intp)]
+
+    def _pending(self) -> Int32:
         t = self.table
-        return t.num_known[slots] + t.num_placeholders[slots] + t.num_drafts[slots] - t.num_computed[slots]
+        return t.num_known + t.num_placeholders + t.num_drafts - t.num_computed
 
     def runnable(self) -> Int32:
         """Slots that may be given tokens in this plan, in admission order."""
+        # Whole columns first: one gather at the end costs less than one per column.
         t = self.table
-        order = t.order
-        if not len(order):
-            return order
-        flying, drawn = t.in_flight[order], t.num_placeholders[order]
-        ok = ~(t.held[order] | self._planned[order] | self._held_now[order])
+        ok = ~(t.held | self._planned | self._held_now)
         if self._feedback:
-            ok &= (flying < self._depth) & ((drawn == 0) | ~t.serial[order])
-            ok &= (drawn == 0) | (t.num_known[order] + drawn < t.max_total[order])
+            drawn = t.num_placeholders
+            idle = drawn == 0
+            ok &= (t.in_flight < self._depth) & (idle | ~t.serial)
+            ok &= idle | (t.num_known + drawn < t.max_total)
         else:
-            ok &= flying == 0
-        ok &= self.pending(order) > 0
-        return order[ok]
+            ok &= t.in_flight == 0
+        ok &= self._pending() > 0
+        return t.order[ok[t.order.astype(np.intp)]]
 
     def planned(self, slots: Int32) -> Bool:
         """``[n]`` whether each slot is in this plan already."""
-        return self._planned[slots]
+        return self._planned[slots.astype(np.intp)]
 
     def is_held(self, request: Request) -> bool:
         """Whether a request may not be scheduled in this step."""
@@ -139,7 +142,8 @@ class Planner:
 
     def begin(self, inputs: ScheduleInputs) -> None:
         """Start the plan of a step."""
-        self._clear()
+        if self._inputs is not None:
+            self._clear()
         inputs.token_budget, inputs.max_num_seqs = max(int(inputs.token_budget), 0), int(inputs.max_num_seqs)
         self._inputs = inputs
         self._step = inputs.step_id
@@ -157,23 +161,22 @@ class Planner:
         """
         if not len(slots):
             return 0
-        t = self.table
-        if int(counts.min()) < 1 or bool((counts > self.pending(slots)).any()):
+        t, at = self.table, slots.astype(np.intp)
+        if np.count_nonzero((counts < 1) | (counts > self._pending()[at])):
             raise ValueError("a row must be given between 1 and its pending number of tokens")
-        if int(counts.sum()) > self.tokens_left:
-            raise ValueError(
-                f"{int(counts.sum())} tokens exceed the {self.tokens_left} left in the step's token budget"
-            )
-        if bool(self._planned[slots].any()):
+        total = int(np.add.reduce(counts))
+        if total > self.tokens_left:
+            raise ValueError(f"{total} tokens exceed the {self.tokens_left} left in the step's token budget")
+        if np.count_nonzero(self._planned[at]):
             raise ValueError("a slot can be in a plan only once")
-        totals = t.num_computed[slots] + counts
+        totals = t.num_computed[at] + counts
         if self._lookahead:
             # Proposals end where the output does, so a request never needs more than its greatest length.
-            totals = np.maximum(totals, np.minimum(totals + self._lookahead, t.max_total[slots]))
+            totals = np.maximum(totals, np.minimum(totals + self._lookahead, t.max_total[at]))
         got = self.cache.extend(slots, totals)
         self._note(got, appended=True)
         if got.rows:
-            self._take(slots[: got.rows], counts[: got.rows])
+            self._take(at[: got.rows], counts[: got.rows])
         return got.rows
 
     def admit(self, request: Request, max_tokens: int, *, reserve: int = 0) -> Admission:
@@ -201,8 +204,8 @@ class Planner:
         if request.holds or not budget:
             t.held[slot] = bool(request.holds)
             return Admission(True)
-        slots = np.array([slot], np.int32)
-        count = np.minimum(self.pending(slots), budget).astype(np.int32)
+        slots = np.array([slot])
+        count = np.minimum(self._pending()[slots], budget).astype(np.int32)
         self._take(slots, count)
         return Admission(True, int(count[0]))
 
@@ -227,10 +230,10 @@ class Planner:
         for store in self.cache.take_stores():
             life.start_store(store)
         plan.loads, plan.stores = life.take_transfers()
-        plan.slots, plan.epochs = rows.slots, t.epoch[rows.slots]
+        at = rows.slots.astype(np.intp)
+        plan.slots, plan.epochs = rows.slots, t.epoch[at]
         plan.num_computed, plan.num_scheduled, plan.num_drafts = rows.computed, rows.scheduled, rows.drafts
-        ahead = t.max_total[rows.slots] - rows.computed - rows.scheduled
-        plan.lookahead = np.minimum(np.maximum(ahead, 0), self._lookahead)
+        plan.lookahead = self._ahead(at, rows)
         plan.samples, plan.pools = rows.samples, rows.pools
         plan.input_source, plan.logits_rows = rows.source, rows.logits
         # A new request travels whole, so its tokens must not be sent again as a delta.
@@ -238,15 +241,16 @@ class Planner:
             plan.new.append(self._new_request(slot, request))
             t.num_sent[slot] = t.num_known[slot]
         plan.resumed = np.array([n.slot for n in plan.new if n.resumed], np.int32)
-        plan.tokens = gather_tokens(t.tokens, rows.slots, t.num_sent[rows.slots], t.num_known[rows.slots])
-        t.num_sent[rows.slots] = t.num_known[rows.slots]
+        known = t.num_known[at]
+        plan.tokens = gather_tokens(t.tokens, at, t.num_sent[at], known)
+        t.num_sent[at] = known
         self._add_drafts(plan)
-        plan.draft_k = self._wanted_drafts(rows.slots) * plan.samples
-        plan.adapter = t.adapter[rows.slots]
+        plan.draft_k = self._wanted_drafts(at, plan.samples)
+        plan.adapter = t.adapter[at]
         # A copy: the indices of adapters that no slot uses are given to others.
         plan.adapters = life.adapters.copy() if life.adapters and bool((plan.adapter >= 0).any()) else []
         plan.new_blocks, plan.copies, plan.zeroing = self._block_deltas()
-        plan.multimodal = self._ranges(rows.slots, rows.computed, rows.scheduled)
+        plan.multimodal = self._ranges(at, rows.computed, rows.scheduled)
         self._clear()
         return plan
 
@@ -281,14 +285,15 @@ class Planner:
             self._parents[slot] = fork
         self._note(got)
         # The logits of a prompt position that is loaded are never computed.
+        for load in loads:
+            self._life.start_load(request, load, external=False)
         if self._connector is not None and fork < 0 and not t.prompt_logprobs[slot]:
             external = self._connector.match(request, shared)
             count = min(external.num_tokens, known - 1 - shared) if external is not None else 0
             if external is not None and count > 0:
-                loads.append(self._life.external_load(slot, request, shared, count, external))
+                load = self._life.external_load(slot, request, shared, count, external)
+                self._life.start_load(request, load, external=True)
                 t.num_computed[slot] += count
-        for load in loads:
-            self._life.start_load(request, load)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = int(t.num_computed[slot])
         request.num_recomputed_tokens += max(request.num_lost_tokens - int(t.num_computed[slot]), 0)
@@ -323,43 +328,54 @@ class Planner:
         ready = self.table.num_committed[parent.slot] >= request.num_prompt
         return parent.slot if ready else -1
 
-    def _take(self, slots: Int32, counts: Int32) -> None:
+    def _take(self, slots: Int64, counts: Int32) -> None:
+        # What few requests have is looked for in whole columns, which costs less than a gather of the rows.
         t = self.table
         drawn, drafts = t.num_placeholders[slots], t.num_drafts[slots]
         before = t.num_computed[slots]
         after = before + counts
         base = t.num_known[slots] + drawn
-        complete = after >= base
-        pooled = t.pooled[slots]
-        samples = complete & ~pooled
+        samples = after >= base
+        source = ((drawn > 0) & samples) * _DEVICE
+        pools = np.zeros(len(slots), np.bool_)
+        if np.count_nonzero(t.pooled):
+            pools = samples & t.pooled[slots]
+            samples = samples & ~pools
         logits = samples * _LAST
-        if drafts.any():
+        used = drafts
+        if np.count_nonzero(drafts):
             used = np.minimum(np.maximum(after - base, 0), drafts)
             t.num_drafts[slots] = used
             logits[samples & (used > 0)] = LogitsRows.DRAFTS
-        else:
-            used = drafts
-        prompts = t.prompt_logprobs[slots]
-        if prompts.any():
+        if np.count_nonzero(t.prompt_logprobs):
             # The logits at position p are about token p + 1: the prompt's last position only matters if it samples.
-            logits[prompts & (before < t.num_prompt[slots] - 1)] = LogitsRows.PROMPT
-        source = ((drawn > 0) & complete) * _DEVICE
+            logits[t.prompt_logprobs[slots] & (before < t.num_prompt[slots] - 1)] = LogitsRows.PROMPT
         t.num_computed[slots] = after
-        t.num_placeholders[slots] += samples
+        t.num_placeholders[slots] = drawn + samples
         t.in_flight[slots] += 1
         self._planned[slots] = True
-        self._rows.add(slots, before, counts, used, samples, complete & pooled, source, logits)
+        self._rows.add(slots, before, counts, used, samples, pools, source, logits)
 
-    def _wanted_drafts(self, slots: Int32) -> Int32:
+    def _ahead(self, slots: Int64, rows: Rows) -> Int32:
+        if not self._lookahead:
+            return np.zeros(len(slots), np.int32)
+        left = self.table.max_total[slots] - rows.computed - rows.scheduled
+        ahead: Int32 = np.minimum(np.maximum(left, 0), self._lookahead)
+        return ahead
+
+    def _wanted_drafts(self, slots: Int64, samples: Bool) -> Int32:
         t = self.table
+        wanted = t.draft_k[slots]
+        if not np.count_nonzero(wanted):
+            return wanted
         # One token is drawn in any case, and a draft beyond the last possible token is work for nothing.
         room = t.max_total[slots] - t.num_known[slots] - t.num_placeholders[slots] - 1
-        wanted: Int32 = np.minimum(t.draft_k[slots], np.maximum(room, 0))
-        return wanted
+        few: Int32 = np.minimum(wanted, np.maximum(room, 0)) * samples
+        return few
 
     def _add_drafts(self, plan: StepPlan) -> None:
         t = self.table
-        if not plan.num_drafts.any():
+        if not np.count_nonzero(plan.num_drafts):
             return
         ids: list[Int32] = []
         parents: list[Int32] = []
@@ -373,10 +389,12 @@ class Planner:
         plan.draft_ids = Ragged.from_rows(ids)
         plan.draft_parents = Ragged.from_rows(parents) if tree else None
 
-    def _ranges(self, slots: Int32, computed: Int32, scheduled: Int32) -> list[MultimodalRange]:
+    def _ranges(self, slots: Int64, computed: Int32, scheduled: Int32) -> list[MultimodalRange]:
         """What of the requests' ranges lies in this step's tokens."""
         t = self.table
         found: list[MultimodalRange] = []
+        if not np.count_nonzero(t.ranged):
+            return found
         for row in np.flatnonzero(t.ranged[slots]).tolist():
             slot, begin = int(slots[row]), int(computed[row])
             request = t.requests[slot]

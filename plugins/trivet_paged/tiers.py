@@ -19,8 +19,8 @@ class _Load:
 
     tier: CacheTier
     transfer: Transfer
-    #: (token position behind the block, group, digest, block)
-    content: list[tuple[int, int, bytes, int]]
+    #: (group, digest, block)
+    content: list[tuple[int, bytes, int]]
 
 
 class TierTraffic:
@@ -90,7 +90,7 @@ class TierTraffic:
             mine = {(group, index) for group, index, owner in found.loads if owner is tier}
             blocks: list[Int32] = []
             keys: list[bytes] = []
-            content: list[tuple[int, int, bytes, int]] = []
+            content: list[tuple[int, bytes, int]] = []
             for group in self._groups:
                 places = range(start // group.size, found.num_tokens // group.size)
                 row = np.zeros(len(places), np.int32)
@@ -101,7 +101,7 @@ class TierTraffic:
                     digest, block = chain[(index + 1) * group.factor - 1], found.blocks[group.index][index]
                     row[at] = block
                     keys.append(tier_key(group.index, digest))
-                    content.append(((index + 1) * group.size, group.index, digest, block))
+                    content.append((group.index, digest, block))
                     self._filling[block] = tier, keys[-1]
                 blocks.append(row)
             count = found.num_tokens - start
@@ -125,21 +125,19 @@ class TierTraffic:
                 tier.forget([key])
 
     def ended(self, transfer: Transfer, *, ok: bool) -> list[tuple[int, bytes, int]]:
-        """A transfer ended; returns what its blocks hold now, as (group, digest, block). After a failure that is only
-        what lies before the first damaged block: the request computes the rest into these very blocks."""
+        """A transfer ended; returns what its blocks hold now, as (group, digest, block): all but the damaged ones. The
+        request of a failed load is admitted anew, so nobody writes to them."""
         if (store := self._stores.pop(id(transfer), None)) is not None:
             store[0].settled(transfer, store=True, ok=ok)
             return []
         load = self._loads.pop(id(transfer), None)
         if load is None:
             return []
-        bad = [end for end, _, _, block in load.content if block not in self._filling]
-        limit = min(bad, default=None)
-        good = [(group, digest, block) for end, group, digest, block in load.content if limit is None or end < limit]
-        for _, _, _, block in load.content:
-            self._filling.pop(block, None)
+        good = [(group, digest, block) for group, digest, block in load.content if block in self._filling]
+        for _, _, block in good:
+            del self._filling[block]
         load.tier.settled(transfer, store=False, ok=ok)
-        return good if ok or bad else []
+        return good
 
     def reset(self) -> None:
         """Forget everything that is stored."""
@@ -148,5 +146,5 @@ class TierTraffic:
 
     def check_integrity(self) -> None:
         """Blocks that are being filled belong to loads under way."""
-        under_way = {block for load in self._loads.values() for _, _, _, block in load.content}
+        under_way = {block for load in self._loads.values() for _, _, block in load.content}
         assert under_way.issuperset(self._filling), "a block is being filled by no load"
