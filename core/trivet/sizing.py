@@ -12,8 +12,8 @@ from trivet.roles.kv import AttentionSupport
 
 _DEFAULT_BLOCK_SIZE = 16
 
-KVDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
-"""Types that a KV cache may have."""
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+"""Types that a KV cache may have; `fp8` is short for `fp8_e4m3`."""
 
 
 def with_dtype(dtype: KVDtype, need: CacheRequirements) -> CacheRequirements:
@@ -21,6 +21,8 @@ def with_dtype(dtype: KVDtype, need: CacheRequirements) -> CacheRequirements:
     attention plugin cannot read it."""
     if dtype == "auto":
         return need
+    if dtype == "fp8":
+        dtype = "fp8_e4m3"
     for one in need.support:
         if dtype not in one.dtypes:
             raise CacheMemoryError(

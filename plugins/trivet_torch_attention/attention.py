@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,45 +13,70 @@ from torch import Tensor
 from trivet.errors import CacheMemoryError
 from trivet.roles import Attention, AttentionSupport
 from trivet_kernels.reference import cache as kernels
-from trivet_kernels.reference.attention import AttentionPlan, paged_attention, plan_attention
+from trivet_kernels.reference.attention import AttentionPlan, RowPlan, locate, paged_attention, plan_rows
 
 if TYPE_CHECKING:
     from trivet.context import WorkerContext
     from trivet.roles import AttentionExtras, AttentionMetadata, KVLayout, KVStorage, LayerKVSpec
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KINDS = ("full", "sliding")
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+_KINDS = ("full", "sliding", "chunked")
+#: fields of AttentionExtras that it honours
+_EXTRAS = ("key_scale", "value_scale")
+
+#: a window, and whether it is the length of a chunk
+_Span = tuple[int | None, bool]
+
+
+@dataclass(slots=True)
+class _StepPlans:
+    """A step's plans for one KV group, by span. ``rows`` is what groups with equal rows share."""
+
+    rows: dict[_Span, RowPlan]
+    located: dict[_Span, AttentionPlan] = field(default_factory=dict)
 
 
 class TorchAttention(Attention):
     """Paged attention by PyTorch's own operations, the reference of every faster provider.
 
-    Works on any device, with any block size, and with windows, soft caps, sinks, trees of drafts and value heads of
-    another size than the key heads.
+    Works on any device, with any block size, and with windows that slide or are chunks, soft caps, sinks, trees of
+    drafts and value heads of another size than the key heads. The cache may be narrower than the model, down to 8-bit
+    floats: keys and values are rounded (and bounded by the type's largest number) when they are written, and every
+    query sees the rounded ones, those of its own step too, so that results do not depend on how a prompt is cut.
     """
 
     def __init__(self, context: WorkerContext, options: None = None) -> None:
         self._context = context
         self._kv: dict[int, tuple[Tensor, Tensor]] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
+        self._chunked: frozenset[int] = frozenset()
+        #: what the rows of the last step were, and plans that hold for all with equal rows
+        self._rows: tuple[Any, dict[_Span, RowPlan]] = (None, {})
 
     def support(self, spec: LayerKVSpec) -> AttentionSupport:
+        dtypes = tuple(name for name, dtype in _DTYPES.items() if _can_store(dtype, self._context.device))
+        lacking = [name for name in spec.needs if name not in _EXTRAS]
         problem = None
         if spec.kind not in _KINDS:
-            problem = (
-                f"layer {spec.layer} is of kind {spec.kind!r}, and this attention serves {' and '.join(_KINDS)} only"
-            )
-        elif spec.dtype not in _DTYPES:
-            problem = f"a KV cache in {spec.dtype} is not supported, only in {', '.join(_DTYPES)}"
-        elif spec.needs:
-            problem = f"layer {spec.layer} needs {', '.join(spec.needs)}, which this attention does not have"
-        return AttentionSupport(dtypes=tuple(_DTYPES), problem=problem)
+            problem = f"layer {spec.layer} is of kind {spec.kind!r}, and this attention serves {', '.join(_KINDS)} only"
+        elif spec.dtype not in dtypes:
+            problem = f"a KV cache in {spec.dtype} is not supported, only in {', '.join(dtypes)}"
+        elif lacking:
+            problem = f"layer {spec.layer} needs {', '.join(lacking)}, which this attention does not have"
+        return AttentionSupport(dtypes=dtypes, problem=problem)
 
     def allocate(self, layout: KVLayout) -> None:
         """Raises :class:`trivet.errors.CacheMemoryError` when the memory is not there."""
         specs = {spec.layer: spec for spec in layout.specs}
         sizes = {layer: group.block_size for group in layout.groups for layer in group.layers}
         self._groups = {group.index: group.layers for group in layout.groups}
+        self._chunked = frozenset(spec.layer for spec in layout.specs if spec.kind == "chunked")
         self._kv.clear()
         try:
             for storage in layout.storage:
@@ -62,11 +89,18 @@ class TorchAttention(Attention):
             ) from exc
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`Attention.kv`. In an 8-bit cache they are of torch's float8 types; ``view(torch.uint8)`` gives
+        their bytes for operations that do not know these."""
         return self._kv[layer]
 
     def prepare(self, meta: AttentionMetadata) -> None:
-        # Layers of a group may differ in their windows; a plan is made when the first layer asks for one.
-        meta.prepared = {}
+        # Layers of a group may differ in their windows; a plan is made when the first layer asks for one. Groups of a
+        # step have the same rows, and runners may keep the tensors over steps, so the numbers themselves are compared.
+        lengths = (meta.query_start, meta.seq_lens, meta.tree_lens, meta.tree_mask)
+        rows = [None if part is None else part.cpu().numpy().tobytes() for part in lengths]
+        if rows != self._rows[0]:
+            self._rows = rows, {}
+        meta.prepared = _StepPlans(self._rows[1])
 
     def forward(
         self,
@@ -83,19 +117,24 @@ class TorchAttention(Attention):
         extras: AttentionExtras | None = None,
     ) -> Tensor:
         key_cache, value_cache = self._kv[layer]
-        kernels.reshape_and_cache(key, value, key_cache, value_cache, meta.slot_mapping)
+        key_scale, value_scale = (None, None) if extras is None else (extras.key_scale, extras.value_scale)
+        kernels.reshape_and_cache(
+            key, value, key_cache, value_cache, meta.slot_mapping, key_scale=key_scale, value_scale=value_scale
+        )
         # What was written and what is used in its stead must be the same numbers.
-        as_cached = query.dtype == key.dtype == value.dtype == key_cache.dtype
+        exact = query.dtype == key.dtype == value.dtype == key_cache.dtype and key_scale is None and value_scale is None
         return paged_attention(
             query,
             key_cache,
             value_cache,
-            _plan(meta, window),
+            self._plan(meta, window, layer in self._chunked),
             scale=scale,
             softcap=softcap,
             sinks=sinks,
-            key=key if as_cached else None,
-            value=value if as_cached else None,
+            key=key if exact else None,
+            value=value if exact else None,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
 
     def copy_blocks(self, group: int, pairs: Any) -> None:
@@ -112,29 +151,40 @@ class TorchAttention(Attention):
 
     def shutdown(self) -> None:
         self._kv.clear()
+        self._rows = None, {}
+
+    def _plan(self, meta: AttentionMetadata, window: int | None, chunked: bool) -> AttentionPlan:
+        """The step's plan for a window, made once for all layers of the group that have it."""
+        if meta.prepared is None:
+            self.prepare(meta)
+        plans: _StepPlans = meta.prepared
+        # A window as long as the longest context hides nothing, and all of that context is its first chunk.
+        span = (None, False) if window is None or window >= meta.max_seq_len else (window, chunked)
+        if span not in plans.located:
+            if span not in plans.rows:
+                plans.rows[span] = plan_rows(
+                    meta.query_start,
+                    meta.seq_lens,
+                    window=span[0],
+                    chunked=chunked,
+                    tree_lens=meta.tree_lens,
+                    tree_mask=meta.tree_mask,
+                )
+            plans.located[span] = locate(plans.rows[span], meta.block_table, meta.block_size)
+        return plans.located[span]
 
     def _caches(self, group: int) -> list[Tensor]:
         return [cache for layer in self._groups[group] for cache in self._kv[layer]]
 
 
-def _plan(meta: AttentionMetadata, window: int | None) -> AttentionPlan:
-    """The step's plan for a window, made once for all layers that have it."""
-    if meta.prepared is None:
-        meta.prepared = {}
-    plans: dict[int | None, AttentionPlan] = meta.prepared
-    if window is not None and window >= meta.max_seq_len:
-        window = None
-    if window not in plans:
-        plans[window] = plan_attention(
-            meta.query_start,
-            meta.seq_lens,
-            meta.block_table,
-            meta.block_size,
-            window=window,
-            tree_lens=meta.tree_lens,
-            tree_mask=meta.tree_mask,
-        )
-    return plans[window]
+@cache
+def _can_store(dtype: torch.dtype, device: str) -> bool:
+    """Whether torch has numbers of this type on the device; some backends lack the 8-bit ones."""
+    try:
+        torch.ones(1, device=device).to(dtype).float()
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _allocate(

@@ -1,8 +1,10 @@
 """Paged attention for a mixed batch, vectorised with plain PyTorch operations.
 
 What does not depend on the layer (which queries go together, where their keys are, what is masked) is planned once per
-step by :func:`plan_attention`; :func:`paged_attention` then runs per layer. Rows with few queries (decodes, drafts
-under verification) are attended in batches of similar context length, rows with many one by one, in tiles of queries.
+step: :func:`plan_rows` decides what depends on the rows' lengths only, and :func:`locate` finds the keys in one block
+table, so that tables of equal windows share the first part. :func:`paged_attention` then runs per layer. Rows with few
+queries (decodes, drafts under verification) are attended in batches of similar context length, rows with many one by
+one, in tiles of queries.
 
 Only keys that a row sees are ever read: a batch is padded by repeating the row's last key under a mask, so the weight
 of padding is exactly zero, times a finite number, and whatever else the cache holds cannot leak into a result.
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trivet_kernels.reference.cache import read_tokens
+from trivet_kernels.reference.cache import read_tokens, widened
 
 #: rows with at most this many queries are attended in batches
 _FEW_QUERIES = 16
@@ -28,6 +30,22 @@ _PAD_SHARE, _PAD_KEYS = 0.2, 32
 _TILE = 256
 #: scores that may be held at once where attention is not fused
 _MAX_SCORES = 1 << 24
+
+
+class _Span(NamedTuple):
+    """How far back queries see: ``window`` tokens, themselves included, or to the start of their chunk of ``window``
+    tokens."""
+
+    window: int
+    chunked: bool
+
+    def first(self, position: int) -> int:
+        """The first position that a query at ``position`` sees."""
+        return position // self.window * self.window if self.chunked else max(0, position - self.window + 1)
+
+    def first_of(self, positions: Tensor) -> Tensor:
+        """:meth:`first` of many positions; may be negative."""
+        return positions // self.window * self.window if self.chunked else positions - (self.window - 1)
 
 
 class _Row(NamedTuple):
@@ -43,16 +61,30 @@ class _Row(NamedTuple):
     def num_keys(self) -> int:
         return self.seq_len - self.low
 
+    @property
+    def fresh(self) -> bool:
+        """Whether all of the row's context is computed in this very step."""
+        return self.num_queries == self.seq_len
+
 
 @dataclass(slots=True)
 class _Batch:
     """``n`` rows of ``q`` queries each, with contexts padded to ``s`` keys."""
 
     num_queries: int
+    rows: Tensor  #: [n, 1] int64: their numbers
     tokens: Tensor  #: [n * q] int64: which of the step's tokens they are
-    keys: Tensor  #: [n * s] int64: flat cache positions
+    positions: Tensor  #: [n, s] int64: places of their keys in the context
     visible: Tensor | None  #: [n, q, s] bool; None: everything is
     _biases: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)
+    _places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def places(self, block_size: int) -> tuple[Tensor, Tensor]:
+        """``[n, s]`` each: which of a row's blocks its keys are in, and where in the block; made once for all
+        tables."""
+        if block_size not in self._places:
+            self._places[block_size] = self.positions // block_size, self.positions % block_size
+        return self._places[block_size]
 
     def bias(self, dtype: torch.dtype, group: int) -> Tensor | None:
         """``[n, 1, group * q, s]``: 0 where a key is visible, -inf elsewhere; made once for all layers."""
@@ -65,26 +97,70 @@ class _Batch:
         return found
 
 
-@dataclass(slots=True)
-class _LongRow:
-    """A row with many queries."""
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """How the rows of a step are attended, for one window and wherever their keys are; made by :func:`plan_rows`."""
 
-    row: _Row
-    keys: Tensor  #: [num_keys] int64: flat cache positions
-    window: int | None  #: None if no query has a key outside it
-
-    @property
-    def fresh(self) -> bool:
-        """Whether all of the row's context is computed in this very step."""
-        return self.row.num_queries == self.row.seq_len
+    batches: list[_Batch]
+    long_rows: list[_Row]  #: rows with many queries
+    span: _Span | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How the rows of a step are attended, for one window; made by :func:`plan_attention`."""
+    """A :class:`RowPlan` with the flat cache positions (int64) of all keys; made by :func:`locate`."""
 
-    batches: list[_Batch]
-    long_rows: list[_LongRow]
+    rows: RowPlan
+    batch_keys: list[Tensor]  #: for each batch [n * s]
+    row_keys: list[Tensor]  #: for each long row [num_keys]
+
+
+def plan_rows(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    window: int | None = None,
+    chunked: bool = False,
+    tree_lens: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+) -> RowPlan:
+    """Plan the attention of a step, apart from where the keys are.
+
+    Arguments are as for :func:`~trivet_kernels.reference.oracle.paged_attention_oracle`. Lengths are read on the host,
+    which waits for the device if they are on one.
+    """
+    starts: list[int] = query_start.tolist()
+    trees = tree_lens.tolist() if tree_lens is not None else None
+    span = None if window is None else _Span(window, chunked)
+    few: dict[int, list[_Row]] = defaultdict(list)
+    long_rows: list[_Row] = []
+    for index, seq_len in enumerate(seq_lens.tolist()):
+        first, count = starts[index], starts[index + 1] - starts[index]
+        low = 0 if span is None else span.first(seq_len - count)
+        row = _Row(index, first, count, low, seq_len)
+        if count > _FEW_QUERIES and not (trees and trees[index]):
+            long_rows.append(row)
+        elif count:
+            few[count].append(row)
+    batches = [
+        _plan_batch(batch, seq_lens.device, span, tree_lens, tree_mask)
+        for rows in few.values()
+        for batch in _similar(rows)
+    ]
+    return RowPlan(batches, long_rows, span)
+
+
+def locate(rows: RowPlan, block_table: Tensor, block_size: int) -> AttentionPlan:
+    """Find the keys of planned rows in a block table ``[R, max_blocks]``; entries that no query needs are not read."""
+    batch_keys, row_keys = [], []
+    for batch in rows.batches:
+        blocks, offsets = batch.places(block_size)
+        batch_keys.append((block_table[batch.rows, blocks].long() * block_size + offsets).flatten())
+    for row in rows.long_rows:
+        positions = torch.arange(row.low, row.seq_len, device=block_table.device)
+        blocks = block_table[row.number, positions // block_size].long()
+        row_keys.append(blocks * block_size + positions % block_size)
+    return AttentionPlan(rows, batch_keys, row_keys)
 
 
 def plan_attention(
@@ -94,30 +170,14 @@ def plan_attention(
     block_size: int,
     *,
     window: int | None = None,
+    chunked: bool = False,
     tree_lens: Tensor | None = None,
     tree_mask: Tensor | None = None,
 ) -> AttentionPlan:
-    """Plan the attention of a step. The plan serves every layer that uses these block tables and this window.
-
-    Arguments are as for :func:`~trivet_kernels.reference.oracle.paged_attention_oracle`. Lengths are read on the host,
-    which waits for the device if they are on one.
-    """
-    starts: list[int] = query_start.tolist()
-    trees = tree_lens.tolist() if tree_lens is not None else None
-    few: dict[int, list[_Row]] = defaultdict(list)
-    plan = AttentionPlan([], [])
-    for index, seq_len in enumerate(seq_lens.tolist()):
-        first, count = starts[index], starts[index + 1] - starts[index]
-        low = 0 if window is None else max(0, seq_len - count - window + 1)
-        row = _Row(index, first, count, low, seq_len)
-        if count > _FEW_QUERIES and not (trees and trees[index]):
-            plan.long_rows.append(_plan_long_row(row, block_table, block_size, window))
-        elif count:
-            few[count].append(row)
-    for rows in few.values():
-        for batch in _similar(rows):
-            plan.batches.append(_plan_batch(batch, block_table, block_size, window, tree_lens, tree_mask))
-    return plan
+    """:func:`plan_rows` and :func:`locate` in one. The plan serves every layer that uses these block tables and this
+    window."""
+    rows = plan_rows(query_start, seq_lens, window=window, chunked=chunked, tree_lens=tree_lens, tree_mask=tree_mask)
+    return locate(rows, block_table, block_size)
 
 
 def paged_attention(
@@ -131,6 +191,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     key: Tensor | None = None,
     value: Tensor | None = None,
+    key_scale: Tensor | float | None = None,
+    value_scale: Tensor | float | None = None,
 ) -> Tensor:
     """Attend all rows of a planned step, in one layer whose keys and values have been written to the cache.
 
@@ -145,25 +207,44 @@ def paged_attention(
         softcap: ``c`` of ``c * tanh(score / c)``, applied before masks; None: none.
         sinks: ``[num_heads]`` logits that take part in the softmax's denominator only; None: none.
         key: The step's own keys ``[num_tokens, num_kv_heads, head_dim]`` in the query's dtype: rows without earlier
-            context use them in place of reading the cache. They must equal what was written there.
+            context use them in place of reading the cache. They must equal what is read from there.
         value: The step's own values, given if ``key`` is.
+        key_scale: A number or ``[num_kv_heads]`` by which stored keys are multiplied; None: 1.
+        value_scale: Likewise for values.
 
     Returns:
         ``[num_tokens, num_heads, v_head_dim]`` in the query's dtype; zeros for tokens of no row.
     """
     out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[3])
     extras = _Extras(scale, softcap, None if sinks is None else sinks.view(key_cache.shape[2], -1))
-    for batch in plan.batches:
-        out[batch.tokens] = _attend_batch(query[batch.tokens], key_cache, value_cache, batch, extras)
-    for long_row in plan.long_rows:
-        row = long_row.row
+    stored = _Stored(key_cache, value_cache, query.dtype, key_scale, value_scale)
+    for batch, where in zip(plan.rows.batches, plan.batch_keys, strict=True):
+        out[batch.tokens] = _attend_batch(query[batch.tokens], stored, where, batch, extras)
+    for row, where in zip(plan.rows.long_rows, plan.row_keys, strict=True):
         tokens = slice(row.first, row.first + row.num_queries)
-        if key is not None and value is not None and long_row.fresh:
+        if key is not None and value is not None and row.fresh:
             keys, values = key[tokens], value[tokens]
         else:
-            keys, values = _read(key_cache, long_row.keys, query), _read(value_cache, long_row.keys, query)
-        _attend_long_row(query[tokens], keys, values, long_row, extras, out[tokens])
+            keys, values = stored.read(where)
+        _attend_long_row(query[tokens], keys, values, row, plan.rows.span, extras, out[tokens])
     return out
+
+
+class _Stored(NamedTuple):
+    """A layer's cache, and how its numbers become those that attention computes with."""
+
+    key_cache: Tensor
+    value_cache: Tensor
+    dtype: torch.dtype
+    key_scale: Tensor | float | None
+    value_scale: Tensor | float | None
+
+    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """``[n, num_kv_heads, head_dim]`` and ``[n, num_kv_heads, v_head_dim]`` of the tokens at flat positions."""
+        return (
+            widened(read_tokens(self.key_cache, positions), self.dtype, self.key_scale),
+            widened(read_tokens(self.value_cache, positions), self.dtype, self.value_scale),
+        )
 
 
 class _Extras(NamedTuple):
@@ -191,54 +272,38 @@ def _similar(rows: list[_Row]) -> list[list[_Row]]:
     return batches
 
 
-def _cache_positions(block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Flat cache positions (int64) of context ``positions`` ``[n, s]`` of ``rows`` ``[n]``."""
-    blocks = block_table[rows[:, None], positions // block_size].long()
-    return blocks * block_size + positions % block_size
-
-
-def _plan_long_row(row: _Row, block_table: Tensor, block_size: int, window: int | None) -> _LongRow:
-    device = block_table.device
-    positions = torch.arange(row.low, row.seq_len, device=device)[None]
-    keys = _cache_positions(block_table, torch.tensor([row.number], device=device), positions, block_size)
-    return _LongRow(row, keys[0], window if window is not None and window < row.seq_len else None)
-
-
 def _plan_batch(
     rows: list[_Row],
-    block_table: Tensor,
-    block_size: int,
-    window: int | None,
+    device: torch.device,
+    span: _Span | None,
     tree_lens: Tensor | None,
     tree_mask: Tensor | None,
 ) -> _Batch:
-    device, count = block_table.device, rows[0].num_queries
+    count = rows[0].num_queries
     index, first, low, seq_len = torch.tensor(
         [(row.number, row.first, row.low, row.seq_len) for row in rows], device=device
     ).unbind(1)
     steps = torch.arange(count, device=device)
     tokens = first[:, None] + steps
     positions = low[:, None] + torch.arange(max(row.num_keys for row in rows), device=device)
-    # Padding repeats the row's last key, which some query of the row sees anyway.
-    keys = _cache_positions(block_table, index, positions.minimum(seq_len[:, None] - 1), block_size)
     visible = None
     if count > 1 or len({row.num_keys for row in rows}) > 1:
         own = (seq_len - count)[:, None] + steps
         if tree_lens is not None and tree_mask is not None:
-            visible = _visible_in_tree(own, positions, (seq_len - tree_lens[index])[:, None], tree_mask[index], window)
+            visible = _visible_in_tree(own, positions, (seq_len - tree_lens[index])[:, None], tree_mask[index], span)
         else:
-            visible = _visible(own, positions, window)
-    return _Batch(count, tokens.flatten(), keys.flatten(), visible)
+            visible = _visible(own, positions, span)
+    # Padding repeats the row's last key, which some query of the row sees anyway.
+    return _Batch(count, index[:, None], tokens.flatten(), positions.minimum(seq_len[:, None] - 1), visible)
 
 
-def _visible(own: Tensor, positions: Tensor, window: int | None) -> Tensor:
+def _visible(own: Tensor, positions: Tensor, span: _Span | None) -> Tensor:
     """``[..., q, s]`` bool: which keys at ``positions`` ``[..., s]`` queries at positions ``own`` ``[..., q]`` see."""
-    distance = own[..., :, None] - positions[..., None, :]
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+    seen = positions[..., None, :] <= own[..., :, None]
+    return seen if span is None else seen & (positions[..., None, :] >= span.first_of(own)[..., :, None])
 
 
-def _visible_in_tree(own: Tensor, positions: Tensor, trunk: Tensor, mask: Tensor, window: int | None) -> Tensor:
+def _visible_in_tree(own: Tensor, positions: Tensor, trunk: Tensor, mask: Tensor, span: _Span | None) -> Tensor:
     """Like :func:`_visible` for ``n`` rows that end in trees of drafts.
 
     Args:
@@ -246,7 +311,7 @@ def _visible_in_tree(own: Tensor, positions: Tensor, trunk: Tensor, mask: Tensor
         positions: ``[n, s]`` where in the context the keys are.
         trunk: ``[n, 1]`` tokens before the tree.
         mask: ``[n, max_tree, max_tree]`` bool: which nodes a node sees.
-        window: As for :func:`_visible`; counts from a node's position in the text, which its depth says.
+        span: As for :func:`_visible`; applies to a node's position in the text, which its depth says.
     """
     size = mask.shape[1]
     row = torch.arange(len(mask), device=mask.device)[:, None]
@@ -258,8 +323,8 @@ def _visible_in_tree(own: Tensor, positions: Tensor, trunk: Tensor, mask: Tensor
     seen = _visible(own, positions, None)
     both = (own_node[:, :, None] >= 0) & (node[:, None, :] >= 0)
     seen &= mask[row[:, :, None], own_index[:, :, None], index[:, None, :]] | ~both
-    if window is not None:
-        seen &= own_place[:, :, None] - place[:, None, :] < window
+    if span is not None:
+        seen &= place[:, None, :] >= span.first_of(own_place)[:, :, None]
     return seen
 
 
@@ -267,16 +332,11 @@ def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
-def _read(cache: Tensor, positions: Tensor, like: Tensor) -> Tensor:
-    return read_tokens(cache, positions).to(like.dtype)
-
-
-def _attend_batch(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: _Batch, extras: _Extras) -> Tensor:
+def _attend_batch(query: Tensor, stored: _Stored, where: Tensor, batch: _Batch, extras: _Extras) -> Tensor:
     """``[n * q, num_heads, v_head_dim]`` for the batch's own tokens ``[n * q, num_heads, head_dim]``."""
-    num_kv_heads = key_cache.shape[2]
-    num_rows, group = len(batch.tokens) // batch.num_queries, query.shape[1] // num_kv_heads
-    keys = _read(key_cache, batch.keys, query).view(num_rows, -1, *key_cache.shape[2:]).transpose(1, 2)
-    values = _read(value_cache, batch.keys, query).view(num_rows, -1, *value_cache.shape[2:]).transpose(1, 2)
+    num_kv_heads = stored.key_cache.shape[2]
+    num_rows, group = len(batch.rows), query.shape[1] // num_kv_heads
+    keys, values = (part.view(num_rows, -1, *part.shape[1:]).transpose(1, 2) for part in stored.read(where))
     # The heads of a group become queries of their shared key head, so keys are read once and never repeated.
     grouped = query.view(num_rows, batch.num_queries, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4)
     bias = batch.bias(query.dtype if extras.fused else _wide(query.dtype), group)
@@ -285,10 +345,12 @@ def _attend_batch(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: 
     return out.reshape(len(batch.tokens), query.shape[1], -1)
 
 
-def _attend_long_row(query: Tensor, keys: Tensor, values: Tensor, plan: _LongRow, extras: _Extras, out: Tensor) -> None:
+def _attend_long_row(
+    query: Tensor, keys: Tensor, values: Tensor, row: _Row, span: _Span | None, extras: _Extras, out: Tensor
+) -> None:
     """Fill ``out`` ``[count, num_heads, v_head_dim]`` for one row's queries; its keys start at position ``row.low``."""
-    row, (count, num_heads, _), num_kv_heads = plan.row, query.shape, keys.shape[1]
-    if extras.fused and plan.fresh and plan.window is None:
+    (count, num_heads, _), num_kv_heads = query.shape, keys.shape[1]
+    if extras.fused and row.fresh and (span is None or span.first(row.seq_len - 1) == 0):
         heads = [x.transpose(0, 1)[None] for x in (query, keys, values)]
         out.copy_(_fused(heads[0], heads[1], heads[2], None, extras.scale, causal=True)[0].transpose(0, 1))
         return
@@ -297,11 +359,11 @@ def _attend_long_row(query: Tensor, keys: Tensor, values: Tensor, plan: _LongRow
     dtype = query.dtype if extras.fused else _wide(query.dtype)
     for begin in range(0, count, size):
         end = min(begin + size, count)
-        own = torch.arange(row.seq_len - count + begin, row.seq_len - count + end, device=query.device)
-        high = row.seq_len - count + end
-        low = row.low if plan.window is None else max(row.low, row.seq_len - count + begin - plan.window + 1)
+        start, high = row.seq_len - count + begin, row.seq_len - count + end
+        own = torch.arange(start, high, device=query.device)
+        low = row.low if span is None else span.first(start)
         part = slice(low - row.low, high - row.low)
-        bias = _bias(_visible(own, torch.arange(low, high, device=query.device), plan.window), dtype)
+        bias = _bias(_visible(own, torch.arange(low, high, device=query.device), span), dtype)
         tile = query[begin:end].transpose(0, 1)
         key_heads, value_heads = keys[part].transpose(0, 1)[None], values[part].transpose(0, 1)[None]
         if extras.fused:

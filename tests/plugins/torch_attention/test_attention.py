@@ -177,11 +177,13 @@ def test_a_cache_in_lower_precision_rounds_keys_once() -> None:
 
 def test_what_it_cannot_serve_is_said() -> None:
     attention = TorchAttention(SimpleNamespace(device="cpu"))
-    for dtype in ("float32", "bfloat16", "float16"):
-        support = attention.support(spec(0, dtype=dtype, kind="sliding", window=4))
-        assert (support.problem, support.block_size_multiple, support.block_size_max) == (None, 1, None)
-        assert dtype in support.dtypes
-    assert "fp8_e4m3" in (attention.support(spec(0, dtype="fp8_e4m3")).problem or "")
+    for kind in ("full", "sliding", "chunked"):
+        for dtype in ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"):
+            support = attention.support(spec(0, dtype=dtype, kind=kind, window=None if kind == "full" else 4))
+            assert (support.problem, support.block_size_multiple, support.block_size_max) == (None, 1, None)
+            assert dtype in support.dtypes
+    assert attention.support(spec(0, needs=("key_scale", "value_scale"))).problem is None
+    assert "int8" in (attention.support(spec(0, dtype="int8")).problem or "")
     assert "recurrent" in (attention.support(spec(3, kind="recurrent")).problem or "")
     assert "alibi_slopes" in (attention.support(spec(0, needs=("alibi_slopes",))).problem or "")
 
