@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trivet.events import CommitEvents
-from trivet.plan import Bool, Int32, Ragged, StepPlan
+from trivet.plan import EMPTY_I32, Bool, Int32, Int64, Ragged, StepPlan
 from trivet.result import ConstraintState, StepResult, TokenLogprobs
 from trivet.rows import spans
 
@@ -45,9 +45,11 @@ class Committer:
             raise ValueError(f"the result of step {result.step_id} arrived for step {plan.step_id}")
         table, life = self._table, self._life
         events = CommitEvents(plan.step_id)
-        live: Bool = table.epoch[plan.slots] == plan.epochs
-        table.in_flight[plan.slots[live]] -= 1
-        table.num_placeholders[plan.slots[live]] -= plan.samples[live]
+        at = plan.slots.astype(np.intp)
+        live: Bool = table.epoch[at] == plan.epochs
+        going = at[live]
+        table.in_flight[going] -= 1
+        table.num_placeholders[going] -= plan.samples[live]
         rewound = life.end_transfers(result.transfers_finished, result.transfers_failed, result.invalid_blocks)
         if rewound:
             void = live & np.isin(plan.slots, list(rewound))
@@ -55,11 +57,11 @@ class Committer:
             live &= ~void
             self._restart([s for s in rewound if table.in_flight[s] > 0])
         self._fail(result)
-        live &= table.epoch[plan.slots] == plan.epochs
+        live &= table.epoch[at] == plan.epochs
         if result.undone:
             self._undo(plan, live)
         else:
-            self._advance(plan, result, live, events)
+            self._advance(plan, result, at, live, events)
         self._constraints(result)
         if not result.undone:
             self._require_progress(plan, result, live)
@@ -93,33 +95,31 @@ class Committer:
 
     # ------------------------------------------------------------------ parts
 
-    def _advance(self, plan: StepPlan, result: StepResult, live: Bool, events: CommitEvents) -> None:
+    def _advance(self, plan: StepPlan, result: StepResult, slots: Int64, live: Bool, events: CommitEvents) -> None:
         table = self._table
-        slots = plan.slots
         offsets, flat = result.accepted.offsets, result.accepted.values
         if len(offsets) != len(slots) + 1:
             raise ValueError(f"the result has {len(offsets) - 1} rows of accepted tokens, the plan has {len(slots)}")
         counts = result.accepted.lengths
         done = plan.num_computed + plan.num_scheduled
         going = slots[live]
-        verified = plan.num_drafts > 0
-        if verified.any():
+        if np.count_nonzero(plan.num_drafts):
             # Verified rows computed the KV of all drafts; that of the rejected ones is written over later.
+            verified = plan.num_drafts > 0
             rejected = np.where(verified, np.maximum(plan.num_drafts - np.maximum(counts - 1, 0), 0), 0)
             table.num_computed[going] -= rejected[live]
             table.num_drafts[slots[live & verified]] = 0
             done -= rejected
-        table.num_committed[going] = np.maximum(table.num_committed[going], done[live])
+        committed = np.maximum(table.num_committed[going], done[live])
+        table.num_committed[going] = committed
         if result.forced is not None:
             counts, flat = _joined(result.accepted, result.forced)
             offsets = np.zeros(len(counts) + 1, np.int32)
             np.cumsum(counts, out=offsets[1:])
-        kept, ends = self._append(slots, np.where(live, counts, 0).astype(np.int32), offsets, flat, events)
-        if self._cache.wants_commits and live.any():
+        kept, ends = self._append(slots, counts * live, offsets, flat, events)
+        if self._cache.wants_commits and len(going):
             # Before anything ends: what a request computed in its last step is as good as the rest.
-            rows = slots[live]
-            final = np.minimum(table.num_committed[rows], table.num_known[rows]).astype(np.int32)
-            self._cache.commit(rows, final)
+            self._cache.commit(plan.slots[live], np.minimum(committed, table.num_known[going]))
         self._outputs(result, kept, events)
         if ends:
             self._end(ends, result)
@@ -127,25 +127,30 @@ class Committer:
             self._keep_drafts(plan, result, live & (table.epoch[slots] == plan.epochs))
 
     def _append(
-        self, slots: Int32, counts: Int32, offsets: Int32, flat: Int32, events: CommitEvents
+        self, slots: Int64, counts: Int32, offsets: Int32, flat: Int32, events: CommitEvents
     ) -> tuple[Int32, list[_End]]:
         """Append tokens up to each row's stop; returns how many of each row were kept, and the rows that stop."""
         table = self._table
-        rows = np.flatnonzero(counts)
+        rows = counts.nonzero()[0]
         kept = np.zeros(len(slots), np.int32)
         if not len(rows):
             events.tokens = Ragged.empty()
             return kept, []
         sub, many = slots[rows], counts[rows]
         starts, index = spans(offsets[rows], many)
-        tokens = flat[index]
+        tokens = flat[index.astype(np.intp)]
         several = len(tokens) > len(rows)
-        nth = np.arange(len(tokens), dtype=np.int32) - np.repeat(starts[:-1], many) if several else 0
-        owner = np.repeat(sub, many) if several else sub
-        position = table.num_known[owner] + nth
-        stops = table.stops(owner, tokens) & (position >= table.min_total[owner])
-        last = stops | (position >= table.max_total[owner] - 1)
-        ending = np.flatnonzero(last)
+        known = table.num_known[sub]
+        owner, position, nth = sub, known, EMPTY_I32
+        if several:
+            nth = np.arange(len(tokens), dtype=np.int32) - np.repeat(starts[:-1], many)
+            owner, position = np.repeat(sub, many), np.repeat(known, many) + nth
+        last = position >= table.max_total[owner] - 1
+        stops = table.stops(owner, tokens)
+        if np.count_nonzero(stops):
+            stops &= position >= table.min_total[owner]
+            last |= stops
+        ending = last.nonzero()[0]
         if several and len(ending):
             # Tokens behind a row's first end are cut off.
             first = np.minimum.reduceat(np.where(last, nth, _NEVER), starts[:-1])
@@ -155,15 +160,18 @@ class Committer:
             owner, position, kept_tokens = owner[keep], position[keep], tokens[keep]
         else:
             length, kept_tokens = many, tokens
-        table.tokens[owner, position] = kept_tokens
-        table.num_known[sub] += length
+        table.tokens[owner, position.astype(np.intp)] = kept_tokens
+        known = known + length
+        table.num_known[sub] = known
         kept[rows] = length
-        out = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(length, out=out[1:])
+        out = starts
+        if length is not many:
+            out = np.zeros(len(rows) + 1, np.int32)
+            np.cumsum(length, out=out[1:])
         events.tokens = Ragged(out, kept_tokens)
         requests = table.requests
         events.requests = [requests[s] for s in sub.tolist()]
-        self._first_tokens(sub, events.requests)
+        self._first_tokens(known - table.num_prompt[sub], events.requests)
         ends: list[_End] = []
         for at in ending.tolist():
             i = int(np.searchsorted(starts, at, side="right")) - 1
@@ -173,7 +181,10 @@ class Committer:
 
     def _require_progress(self, plan: StepPlan, result: StepResult, live: Bool) -> None:
         """A row that was to draw or to pool and did not would wait for ever: its request ends."""
-        idle = live & (plan.samples | plan.pools) & (result.accepted.lengths == 0)
+        missing = result.accepted.lengths == 0
+        if not np.count_nonzero(missing):
+            return
+        idle = live & (plan.samples | plan.pools) & missing
         idle &= self._table.epoch[plan.slots] == plan.epochs
         for row in np.flatnonzero(idle).tolist():
             self._abort(int(plan.slots[row]), "the worker returned neither a token nor a pooled output for it")
@@ -183,8 +194,8 @@ class Committer:
         assert request is not None
         self._life.finish(request, "error", message=message)
 
-    def _first_tokens(self, slots: Int32, requests: list[Request]) -> None:
-        fresh = np.flatnonzero(self._table.num_known[slots] - self._table.num_prompt[slots] <= 1)
+    def _first_tokens(self, num_output: Int32, requests: list[Request]) -> None:
+        fresh = (num_output <= 1).nonzero()[0]
         if len(fresh):
             now = time.monotonic()
             for i in fresh.tolist():

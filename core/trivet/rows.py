@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trivet.plan import EMPTY_BOOL, EMPTY_I32, EMPTY_U8, BlockDelta, Bool, Int32, Ragged, UInt8
+from trivet.plan import EMPTY_BOOL, EMPTY_I32, EMPTY_U8, BlockDelta, Bool, Int32, Int64, Ragged, UInt8
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class PlanRows:
 
     def add(
         self,
-        slots: Int32,
+        slots: Int64,
         computed: Int32,
         scheduled: Int32,
         drafts: Int32,
@@ -45,7 +45,7 @@ class PlanRows:
         self._pieces.append(
             Rows(slots.astype(np.int32), computed, scheduled.astype(np.int32), drafts, samples, pools, source, logits)
         )
-        self.num_tokens += int(scheduled.sum())
+        self.num_tokens += int(np.add.reduce(scheduled))
 
     def concatenate(self) -> Rows:
         """All pieces as one."""
@@ -69,11 +69,12 @@ def spans(starts: Int32, lengths: Int32) -> tuple[Int32, Int32]:
     return offsets, flat
 
 
-def gather_tokens(tokens: Int32, slots: Int32, starts: Int32, ends: Int32) -> Ragged:
+def gather_tokens(tokens: Int32, slots: Int64, starts: Int32, ends: Int32) -> Ragged:
     """Row ``i`` is ``tokens[slots[i], starts[i]:ends[i]]``."""
-    lengths = (ends - starts).astype(np.int32)
+    lengths = ends - starts
     offsets, columns = spans(starts, lengths)
-    return Ragged(offsets, tokens[np.repeat(slots.astype(np.intp), lengths), columns.astype(np.intp)])
+    rows = slots if len(columns) == len(slots) and columns is starts else np.repeat(slots, lengths)
+    return Ragged(offsets, tokens[rows, columns.astype(np.intp)])
 
 
 def block_delta(slots: list[int], blocks: list[int]) -> BlockDelta:

@@ -136,6 +136,7 @@ class RequestTable:
         #: untouched pages of this matrix cost no memory
         self.tokens: Int32 = np.zeros((n, max_model_len), np.int32)
         self.stop_ids: Int32 = np.full((n, _STOP_IDS), -1, np.int32)
+        self._stop_width = 0  # columns that were ever used
         #: slot → all of its stop ids, where there are more than the columns hold
         self.many_stop_ids: dict[int, Int32] = {}
         self.drafts: dict[int, tuple[Int32, Int32 | None]] = {}  #: slot → (ids, parents)
@@ -190,6 +191,7 @@ class RequestTable:
         self.stop_ids[slot] = -1
         if len(stop_ids) <= _STOP_IDS:
             self.stop_ids[slot, : len(stop_ids)] = stop_ids
+            self._stop_width = max(self._stop_width, len(stop_ids))
         else:
             # Wider columns would slow every step down, for as long as the engine runs.
             self.many_stop_ids[slot] = np.array(stop_ids, np.int32)
@@ -212,7 +214,7 @@ class RequestTable:
         request.slot = -1
         self.requests[slot] = None
         self.epoch[slot] = -1
-        self.held[slot] = False
+        self.held[slot] = self.pooled[slot] = self.ranged[slot] = self.prompt_logprobs[slot] = False
         self.drafts.pop(slot, None)
         self.many_stop_ids.pop(slot, None)
         del self._running[slot]
@@ -220,9 +222,11 @@ class RequestTable:
         self._order = None
         return request
 
-    def stops(self, slots: Int32, tokens: Int32) -> Bool:
+    def stops(self, slots: Int32 | Int64, tokens: Int32) -> Bool:
         """``[n]`` whether ``tokens[i]`` is a stop id of ``slots[i]``."""
-        found: Bool = (self.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        found: Bool = np.zeros(len(tokens), np.bool_)
+        for column in range(self._stop_width):
+            found |= self.stop_ids[slots, column] == tokens
         for slot, ids in self.many_stop_ids.items():
             own = slots == slot
             found[own] = np.isin(tokens[own], ids)

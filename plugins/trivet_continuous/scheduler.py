@@ -80,10 +80,12 @@ class ContinuousScheduler(Scheduler):
         planner.begin(inputs)
         slots = planner.runnable()
         counts = self._share(slots, planner.pending(slots))
+        self._short = self._unserved = frozenset()
         given = counts > 0
-        self._unserved = frozenset(slots[~given].tolist()) if not given.all() else frozenset()
-        self._short = frozenset()
-        self._extend(slots[given], counts[given])
+        if np.count_nonzero(given) < len(slots):
+            self._unserved = frozenset(slots[~given].tolist())
+            slots, counts = slots[given], counts[given]
+        self._extend(slots, counts)
         if planner.num_preempted:
             self._stalled = ("memory", {})
         else:
@@ -93,7 +95,7 @@ class ContinuousScheduler(Scheduler):
     def _share(self, slots: Int32, pending: Int32) -> Int32:
         """Tokens per row: decoding rows first, then prompts in admission order, until the budget is used up."""
         budget = self._planner.tokens_left
-        total = int(pending.sum())
+        total = int(np.add.reduce(pending))
         if total <= budget:
             return pending
         decoding = pending <= 1 + self._table.num_drafts[slots]
