@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,8 @@ def test_everything_is_found_after_a_restart(tmp_path: Path) -> None:
     assert rig.tier.stats().held == 12
     assert found(rig, contents) == KEYS
     rig.end()
-    assert found(rig := make_rig(tmp_path), contents) == KEYS
+    rig = make_rig(tmp_path)
+    assert found(rig, contents) == KEYS
     rig.end()
 
 
@@ -314,11 +314,11 @@ def test_only_so_many_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(segments, "_MOST_OPEN", 2)
     plan = SegmentPlan.of(SIZE, 8 * 16384, 16384)
     store = SegmentStore(tmp_path, plan, b"f" * 32, "option")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     row = np.arange(SIZE, dtype=np.uint8)
     for place in range(plan.num_slots):
         assert store.write(place, 0, b"%d" % place, row)
-        assert len(os.listdir("/proc/self/fd")) <= before + 4
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4
     assert all(store.read(place, 0, b"%d" % place, row) for place in range(plan.num_slots))
     store.close()
 
@@ -327,7 +327,7 @@ def test_only_so_many_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """A disk on which ``room`` bytes may be written."""
     state = {"room": 0}
     real = os.pwrite
@@ -339,7 +339,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         return real(file, data, offset)
 
     monkeypatch.setattr(segments.os, "pwrite", pwrite)
-    yield state
+    return state
 
 
 def test_a_full_disk_is_reported_once_and_costs_the_blocks_only(
