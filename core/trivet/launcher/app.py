@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from trivet.launcher.bench import bench_app
 from trivet.launcher.chat import chat
 from trivet.launcher.config import config_app
 from trivet.launcher.errors import exit_code, set_up_logging
@@ -46,6 +47,7 @@ app.command(name="generate")(generate)
 app.command(name="chat")(chat)
 app.add_typer(plugins_app, name="plugins")
 app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

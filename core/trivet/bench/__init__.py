@@ -1,0 +1,1 @@
+"""Benchmarks that the command ``trivet bench`` runs; they can be called from Python as well."""
