@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -177,7 +177,7 @@ class TorchAttention(Attention):
         return [cache for layer in self._groups[group] for cache in self._kv[layer]]
 
 
-@cache
+@functools.cache
 def _can_store(dtype: torch.dtype, device: str) -> bool:
     """Whether torch has numbers of this type on the device; some backends lack the 8-bit ones."""
     try:
