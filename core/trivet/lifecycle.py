@@ -358,6 +358,7 @@ class Lifecycle:
                 if not request.num_preemptions:
                     request.num_cached_tokens = -1
                 self.preempt(slot)
+                rewound.discard(slot)
                 request.num_lost_tokens = 0
                 continue
             if transfer_id in failed:
