@@ -89,13 +89,14 @@ def move_tokens(cache: Tensor, source: Tensor, destination: Tensor) -> None:
 
 def _narrowed(tokens: Tensor, dtype: torch.dtype, scale: Tensor | float | None) -> Tensor:
     """``tokens`` divided by ``scale``, as a cache of ``dtype`` holds them."""
+    wide = torch.promote_types(tokens.dtype, torch.float32)
     if scale is not None:
-        wide = torch.promote_types(tokens.dtype, torch.float32)
         tokens = tokens.to(wide) / _per_head(scale, wide)
     most = torch.finfo(dtype).max
     if most < torch.finfo(tokens.dtype).max:
-        # What a conversion makes of larger numbers (infinity, NaN, the largest) depends on the type and the device.
-        tokens = tokens.clamp(-most, most)
+        # What a conversion makes of larger numbers (infinity, NaN, the largest) depends on the type and the device. In
+        # bfloat16 float16's largest number would be rounded up.
+        tokens = tokens.to(wide).clamp(-most, most)
     return tokens.to(dtype)
 
 
