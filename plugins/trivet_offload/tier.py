@@ -118,6 +118,8 @@ class OffloadTier(CacheTier):
             self._stored_now(keys, moves, ok=ok)
         else:
             self._loaded_now(keys, moves, ok=ok)
+        if not ok and (store or transfer.transfer_id < 0):
+            self._undo(moves)
         if ok:
             count = sum(
                 size * int((blocks > 0).sum()) for size, blocks in zip(self._sizes, transfer.blocks, strict=True)
@@ -135,6 +137,9 @@ class OffloadTier(CacheTier):
         for key, slot in zip(keys, moves.host, strict=True):
             if self._host.key(slot) == key:
                 self._forget(key)
+
+    def _undo(self, moves: Moves) -> None:
+        """Nothing of this reached the workers, so the old content of host slots is not on disk."""
         for _, slot in moves.demote:
             assert self._disk is not None
             lost = self._disk.key(slot)

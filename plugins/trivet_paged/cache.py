@@ -328,6 +328,8 @@ class PagedCache(Cache):
     def retire(self, slot: int) -> int:
         """See :meth:`Cache.retire`."""
         self._chains.pop(slot, None)
+        if self._tiers is not None:
+            self._tiers.withdraw(slot)
         if self._sharing is not None:
             self._sharing.loading.discard(slot)
             self._sharing.leave(slot)

@@ -112,6 +112,12 @@ class TierTraffic:
             transfers.append(transfer)
         return transfers
 
+    def withdraw(self, slot: int) -> None:
+        """A request did not get in after all: its loads will not be sent."""
+        unsent = [load for load in self._loads.values() if load.transfer.slot == slot and load.transfer.transfer_id < 0]
+        for load in unsent:
+            self.ended(load.transfer, ok=False)
+
     def is_loading(self, slot: int, epoch: int) -> bool:
         """Whether loads of an admission are under way."""
         return any((load.transfer.slot, load.transfer.epoch) == (slot, epoch) for load in self._loads.values())
