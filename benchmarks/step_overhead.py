@@ -5,8 +5,8 @@
 A case is the number of running requests and, after a plus sign, of waiting ones, which find every place taken. All
 running requests decode and none ends: prompts of 100 to 500 random tokens, so that each step completes the blocks of
 a sixteenth of them. Blocks have 16 tokens, prefix caching is on, nobody observes or detokenises. The engines take turns
-in rounds of 25 steps; figures are medians over all steps, in processor time (``time.process_time``), which other processes
-disturb less than the clock.
+in rounds of 25 steps; figures are medians over all steps, in processor time (``time.process_time``), which other
+processes disturb less than the clock.
 
 - Trivet: a whole ``Engine.step`` less what the executor took, which stands in for the workers.
 - vLLM (0.32): ``Scheduler.schedule`` and ``Scheduler.update_from_output``, and nothing of the engine around them;
@@ -95,12 +95,8 @@ def trivet_side(case: Case) -> Callable[[], float]:
 
     hybrid, stuck = case.variant == "hybrid", case.variant == "stuck"
     layers = simple_layers(18, num_kv_heads=1, windows=[512] * 5 + [None] if hybrid else [None])
-    growth = case.running * (case.max_tokens // BLOCK_SIZE)
-    head = growth * BLOCK_SIZE if stuck else 0
     num_blocks = case.num_blocks * (6 if hybrid else 1)
-    max_model_len = max(case.max_model_len, head + 16)
-    if stuck:
-        num_blocks = max(num_blocks, max_model_len // BLOCK_SIZE + 1)
+    max_model_len = (num_blocks - 1) * BLOCK_SIZE if stuck else case.max_model_len
     executor = Executor(layers, vocab_size=VOCAB, max_model_len=max_model_len, available_bytes=1 << 40, tokens=TOKEN)
     plugins = {
         "cache": {"use": "paged", "block_size": BLOCK_SIZE, "num_blocks": num_blocks, "prefix_caching": True},
@@ -126,8 +122,8 @@ def trivet_side(case: Case) -> Callable[[], float]:
     ):
         engine.step()
     if stuck:
-        free = engine.parts.cache.stats().free
-        tokens = np.random.default_rng(0).integers(0, VOCAB, min(free * BLOCK_SIZE + 1, max_model_len - 16))
+        length = engine.parts.cache.stats().free * BLOCK_SIZE + 1
+        tokens = np.random.default_rng(0).integers(0, VOCAB, length)
         engine.add_request("head", tokens, SamplingParams(max_tokens=1, temperature=0))
     for i in range(case.waiting):
         engine.add_request(f"wait{i}", next(prompts), params)
