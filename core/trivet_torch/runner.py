@@ -12,11 +12,11 @@ import torch
 
 from trivet.errors import CacheMemoryError, ModelLoadError
 from trivet.plan import Ragged
-from trivet.roles import DraftInputs
+from trivet.roles import DraftInputs, MemoryEstimate
 from trivet.worker import PersistentBatch, StepRunner, forward_batch, prepare_inputs
 from trivet_schemas.options import format_size
 from trivet_schemas.sampling import SamplingParams
-from trivet_torch.memory import available_bytes, workspace_bytes
+from trivet_torch.memory import available_bytes, device_memory, workspace_bytes
 from trivet_torch.options import RunnerOptions
 from trivet_torch.trial import largest_step, measure, trial_layout
 
@@ -83,6 +83,25 @@ class TorchRunner(StepRunner):
             info = replace(info, workspace_bytes=workspace, available_bytes=max(0, info.available_bytes - workspace))
         self._info = info
         return info
+
+    def estimate(self, model: ModelInfo, weight_bytes: int, max_num_batched_tokens: int) -> MemoryEstimate:
+        """See :meth:`trivet.roles.Runner.estimate`."""
+        self._context.device = self._prepare_device()
+        workspace = workspace_bytes(model, self._context.max_num_seqs, max_num_batched_tokens)
+        free, total = device_memory(self._device)
+        on_gpu = self._device.type == "cuda"
+        return MemoryEstimate(
+            device=self._context.device,
+            free_bytes=max(0, free - int(total * (1 - self._options.gpu_memory_utilization))) if on_gpu else free,
+            workspace_bytes=workspace,
+            available_bytes=available_bytes(
+                self._device,
+                workspace=workspace if on_gpu or self._profiles else 0,
+                gpu_share=self._options.gpu_memory_utilization,
+                cpu_share=self._options.cpu_memory_share,
+                to_load=weight_bytes,
+            ),
+        )
 
     def allocate(self, layout: KVLayout) -> None:
         """See :meth:`trivet.roles.Runner.allocate`; logs what the memory goes to."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from trivet.launcher._tables import columns, heading
-from trivet.launcher.errors import complain
+from trivet.launcher.errors import WRONG_INPUT, complain
 from trivet.launcher.options import ConfigArgument, JsonOption, SetOption, read_config
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ def check(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = 
     """Check a file and the plugins that it uses, and show what it comes to, without loading weights.
 
     Prints the provider of each role with its options and, where the model's configuration or header tells, the memory
-    plan: weights, KV cache per token, blocks, and how many requests of the full length fit. Exit code 2 if the engine
-    could not start like this.
+    plan: weights, workspace, KV cache per token and per request, groups of layers, blocks, how many requests of the
+    full length fit, and the total against what is free. Exit code 2 if the engine could not start like this; where
+    memory is short, with the settings that would make it fit.
     """
     from trivet.registry import Registry
 
@@ -41,6 +42,7 @@ def check(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = 
         registry.shutdown()
     if as_json:
         typer.echo(json.dumps(_as_json(settings, roles, plan), indent=2, ensure_ascii=False, default=str))
+        _end(plan)
         return
     heading(f"{config}")
     columns([[name, _text(value)] for name, value in _settings(settings)])
@@ -51,6 +53,7 @@ def check(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = 
     heading("Memory")
     columns([[name, text] for name, text in plan.rows()])
     typer.echo()
+    _end(plan)
     typer.echo("no problems found")
 
 
@@ -89,6 +92,14 @@ def _extensions(catalog: Catalog) -> Iterator[tuple[str, type[BaseModel] | None]
             yield plugin.name, load_options_model(declared, plugin, f"extension {plugin.name!r}")
         except PluginError as error:
             plugin.problems += error.problems
+
+
+def _end(plan: Any) -> None:
+    """Exit with what is wrong, if anything is."""
+    for problem in plan.problems:
+        complain(problem)
+    if plan.problems:
+        raise typer.Exit(WRONG_INPUT)
 
 
 def _memory(config: EngineConfig, registry: Registry) -> Any:

@@ -18,7 +18,7 @@ from trivet.roles.kv import AttentionSupport, KVGroup, KVLayout, KVStorage, Laye
 from trivet.roles.logits_processor import LogitsProcessor
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
 from trivet.roles.quantization import Quantization, StoredLinear
-from trivet.roles.runner import Runner, WorkerInfo
+from trivet.roles.runner import MemoryEstimate, Runner, WorkerInfo
 from trivet.roles.sampler import Sampled, Sampler, SampleRows
 from trivet.roles.scheduler import ScheduleInputs, Scheduler, SchedulerLimits, Wait
 from trivet.roles.tokenizer import Detokenizer, Tokenizer
@@ -77,6 +77,7 @@ __all__ = [
     "LayerKVSpec",
     "LogitsProcessor",
     "Matcher",
+    "MemoryEstimate",
     "Model",
     "ModelInfo",
     "PendingStep",

@@ -103,6 +103,11 @@ class Cache(Role):
     def fits(self, num_tokens: int) -> bool:
         """Whether a request that grows to ``num_tokens`` can run when it has the cache to itself."""
 
+    def request_blocks(self, num_tokens: int) -> int | None:
+        """Blocks that a request which grows to ``num_tokens`` has at most at one time, over all groups; None where that
+        depends on more than its length. For plans of memory, after :meth:`configure`."""
+        return None
+
     @abstractmethod
     def admit(self, slot: int, request: Request) -> CacheHit:
         """Give ``slot`` a table, with whatever blocks are found for the request's known tokens. At least the

@@ -32,10 +32,31 @@ class WorkerInfo:
     timings: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """What a runner expects of a worker's memory before anything is loaded, in bytes; plain data."""
+
+    device: str  #: where weights and KV cache will be
+    free_bytes: int  #: what weights, workspace and KV cache may take there together, at present
+    workspace_bytes: int  #: what the largest step takes
+    available_bytes: int  #: what would be left for the KV cache when its options name no size
+
+
 class Runner(Role):
     """One per worker. Methods are called one at a time, in one thread."""
 
     role: ClassVar[str] = "runner"
+
+    def estimate(self, model: ModelInfo, weight_bytes: int, max_num_batched_tokens: int) -> MemoryEstimate | None:
+        """The memory that a model would meet, for a plan that is made instead of :meth:`load`; None where that is known
+        after loading only. Chooses the device, and sets ``context.device``.
+
+        Args:
+            model: ``vocab_size``, ``hidden_size`` and ``dtype`` are read.
+            weight_bytes: Bytes of its weights in memory.
+            max_num_batched_tokens: Tokens of the largest step.
+        """
+        return None
 
     @abstractmethod
     def load(self) -> WorkerInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import struct
 import subprocess
 import sys
 import textwrap
@@ -111,6 +112,49 @@ class Site:
 
 
 Run = Callable[..., Result]
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _safetensors(path: Path, num_elements: int = 1000) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [num_elements], "data_offsets": [0, 2 * num_elements]}})
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2 * num_elements))
+
+
+def model_folder(site: Site, **changes: Any) -> Path:
+    """A folder with the configuration of a tiny Llama, changed, and weights of nothing but zeros."""
+    folder = site.folder / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}), encoding="utf-8")
+    _safetensors(folder / "model.safetensors")
+    return folder
+
+
+def model_config(site: Site, model: Path, **values: Any) -> Path:
+    """A configuration that serves a model with the bundled plugins."""
+    path = site.folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"model": str(model), **values}), encoding="utf-8")
+    return path
+
+
+def memory_plan(run: Run, config: Path, *arguments: str) -> dict[str, Any]:
+    """What ``trivet config check`` says of memory."""
+    result = run("config", "check", config, "--json", *arguments)
+    assert result.code == 0, result.err
+    plan: dict[str, Any] = json.loads(result.out)["memory"]
+    return plan
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
