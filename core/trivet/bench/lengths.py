@@ -25,6 +25,12 @@ class LengthDistribution:
     mean_output: float
     spread: float
 
+    @property
+    def mean_held(self) -> float:
+        """Tokens that a running request holds on average over time: its prompt, and of its output
+        E[output²] / (2 E[output]), since long outputs run longer."""
+        return self.mean_prompt + self.mean_output * (1 + self.spread**2) / 2
+
     def draw(self, count: int, max_model_len: int, seed: int) -> tuple[Int32, Int32]:
         """``([count], [count])`` lengths of prompts and outputs, each at least 1, together at most ``max_model_len``
         (the prompt at most half of that, if both are long).
@@ -49,8 +55,7 @@ class LengthDistribution:
 
 #: By name. The means are those of the PagedAttention paper (Kwon et al., SOSP 2023, arXiv 2309.06180, section 6.1). The
 #: spread follows from its figure 2: with max reservations 7 requests of 2048 tokens fit into 15.7K, and they hold 20.4%
-#: of it, 457 tokens each. On average over time a request holds its prompt and E[output²] / (2 E[output]) of its output,
-#: so E[output²] is 592 times the mean of 338, and the standard deviation 0.87 times the mean.
+#: of it, 457 tokens each. That is ``mean_held`` for a standard deviation of 0.87 times the mean.
 LENGTHS = {
     "sharegpt": LengthDistribution("sharegpt", 161.31, 337.99, 0.87),
     "alpaca": LengthDistribution("alpaca", 19.31, 58.45, 0.87),

@@ -48,6 +48,11 @@ class MemoryUse:
     num_preemptions: int  #: in these steps
 
 
+def enough_requests(lengths: LengthDistribution, kv_tokens: int) -> int:
+    """Requests after which averages are steady: a dozen times as many as a memory full of tokens has at once."""
+    return max(math.ceil(12 * kv_tokens / lengths.mean_held), 60)
+
+
 class _Meter(SimulatedExecutor):
     """Looks at the memory whenever a step is run: after it was planned, before any request of it ends."""
 

@@ -32,7 +32,12 @@ def memory(
         Literal["sharegpt", "alpaca"], typer.Option("--workload", help="Whose lengths requests have.")
     ] = "sharegpt",
     caches: Annotated[str, typer.Option("--caches", metavar="NAMES", help="What to compare, by commas.")] = _CACHES,
-    num_requests: Annotated[int, typer.Option("--num-requests", min=1, help="Requests to run.")] = 400,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            "--num-requests", min=1, help="Requests to run; by default 12 times what fits.", show_default=False
+        ),
+    ] = None,
     kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=1, help="Tokens that the memory holds.")] = _KV_TOKENS,
     max_model_len: Annotated[
         int, typer.Option("--max-model-len", min=2, help="Longest request, prompt and output together.")
@@ -53,7 +58,7 @@ def memory(
     leaves room for 15.7K tokens. Lengths are lognormal, with the means of the data set.
     """
     from trivet.bench.lengths import LENGTHS
-    from trivet.bench.memory import measure
+    from trivet.bench.memory import enough_requests, measure
 
     names = _names(caches)
     for option, path in (("--plot", plot), ("--json", as_json)):
@@ -63,8 +68,9 @@ def memory(
 
         check_plot(plot)
     lengths = LENGTHS[workload]
+    count = enough_requests(lengths, kv_tokens) if num_requests is None else num_requests
     setting = {
-        "num_requests": num_requests,
+        "num_requests": count,
         "kv_tokens": kv_tokens,
         "max_model_len": max_model_len,
         "block_size": block_size,
@@ -73,7 +79,7 @@ def memory(
     uses: list[MemoryUse] = []
     with _bar() as bar:
         for name in names:
-            show = partial(_advance, bar, bar.add_task(name, total=num_requests))
+            show = partial(_advance, bar, bar.add_task(name, total=count))
             uses.append(measure(name, lengths, on_ended=show, **setting))
     report = _report(lengths, setting, uses)
     _show(report, uses)
