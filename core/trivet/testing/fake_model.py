@@ -26,6 +26,7 @@ from trivet.roles import (
     Model,
     ModelInfo,
 )
+from trivet.roles.kv import KVKind
 
 UInt64 = NDArray[np.uint64]
 
@@ -63,13 +64,25 @@ def _logits(state: UInt64, vocab_size: int) -> NDArray[np.float64]:
     return (grid >> np.uint64(11)).astype(np.float64) * (8.0 / 2.0**53)
 
 
-def reference_states(tokens: Sequence[int], windows: Sequence[int | None], adapter: str | None = None) -> UInt64:
-    """``[n]`` final state of every position, computed without a cache."""
+def _first_seen(position: int, window: int | None, chunked: bool) -> int:
+    if window is None:
+        return 0
+    return position // window * window if chunked else max(0, position - window + 1)
+
+
+def reference_states(
+    tokens: Sequence[int],
+    windows: Sequence[int | None],
+    adapter: str | None = None,
+    chunked: Sequence[bool] = (),
+) -> UInt64:
+    """``[n]`` final state of every position, computed without a cache. Windows of layers that are ``chunked`` are
+    lengths of chunks; layers beyond the end of that list are not."""
     x = _embed(np.asarray(tokens), np.arange(len(tokens)), _salt(adapter))
     for layer, window in enumerate(windows):
         seen = np.zeros_like(x)
         for p in range(len(tokens)):
-            first = 0 if window is None else max(0, p - window + 1)
+            first = _first_seen(p, window, layer < len(chunked) and chunked[layer])
             with np.errstate(over="ignore"):
                 seen[p] = x[first : p + 1].sum(dtype=np.uint64)
         x = _layer(x, seen, layer)
@@ -77,10 +90,14 @@ def reference_states(tokens: Sequence[int], windows: Sequence[int | None], adapt
 
 
 def reference_logits(
-    tokens: Sequence[int], vocab_size: int, windows: Sequence[int | None], adapter: str | None = None
+    tokens: Sequence[int],
+    vocab_size: int,
+    windows: Sequence[int | None],
+    adapter: str | None = None,
+    chunked: Sequence[bool] = (),
 ) -> NDArray[np.float64]:
     """``[n, vocab_size]`` logits of every position, computed without a cache."""
-    return _logits(reference_states(tokens, windows, adapter), vocab_size)
+    return _logits(reference_states(tokens, windows, adapter, chunked), vocab_size)
 
 
 def reference_tokens(
@@ -90,11 +107,12 @@ def reference_tokens(
     vocab_size: int = 64,
     windows: Sequence[int | None] = (None,),
     adapter: str | None = None,
+    chunked: Sequence[bool] = (),
 ) -> list[int]:
     """The greedy continuation of ``prompt``, ``count`` tokens long."""
     tokens = list(prompt)
     for _ in range(count):
-        state = reference_states(tokens, windows, adapter)[-1:]
+        state = reference_states(tokens, windows, adapter, chunked)[-1:]
         tokens.append(int(_logits(state, vocab_size)[0].argmax()))
     return tokens[len(prompt) :]
 
@@ -112,6 +130,7 @@ class FakeAttention(Attention):
     def allocate(self, layout: KVLayout) -> None:
         """Fill the storage with noise: memory that was never written must not matter."""
         self._layout = layout
+        self._chunked = frozenset(spec.layer for spec in layout.specs if spec.kind == "chunked")
         sizes = {layer: group.block_size for group in layout.groups for layer in group.layers}
         for storage in layout.storage:
             cells = storage.num_blocks * max(sizes[layer] for layer in storage.layers)
@@ -140,7 +159,7 @@ class FakeAttention(Attention):
         extras: AttentionExtras | None = None,
     ) -> Any:
         """Write, then sum what each query may see."""
-        store = self._store[layer]
+        store, chunked = self._store[layer], layer in self._chunked
         store[np.asarray(meta.slot_mapping)] = np.asarray(value, np.uint64).reshape(-1)
         starts, ends = np.asarray(meta.query_start), np.asarray(meta.seq_lens)
         out = np.zeros(len(query), np.uint64)
@@ -149,14 +168,14 @@ class FakeAttention(Attention):
             drafts = 0 if meta.tree_lens is None else int(meta.tree_lens[row])
             for i in range(count):
                 place = n - count + i
-                first = 0 if window is None else max(0, place - window + 1)
+                first = _first_seen(place, window, chunked)
                 seen = np.arange(first, place + 1)
                 if drafts and i >= count - drafts:
                     node = i - (count - drafts)
                     own = np.flatnonzero(np.asarray(meta.tree_mask)[row, node, :drafts]) + n - drafts
                     depth = len(own)
-                    first = 0 if window is None else max(0, n - drafts + depth - window)
-                    seen = np.r_[np.arange(first, n - drafts), own]
+                    first = _first_seen(n - drafts + depth - 1, window, chunked)
+                    seen = np.r_[np.arange(first, n - drafts), own[max(0, first - n + drafts) :]]
                 blocks = np.asarray(meta.block_table)[row, seen // meta.block_size]
                 with np.errstate(over="ignore"):
                     out[starts[row] + i] = store[blocks * meta.block_size + seen % meta.block_size].sum(dtype=np.uint64)
@@ -184,7 +203,8 @@ class FakeAttention(Attention):
 
 
 class FakeModel(Model):
-    """``windows`` has one entry per layer: None for full attention, or the number of tokens a layer sees."""
+    """``windows`` has one entry per layer: None for full attention, or the number of tokens a layer sees. ``chunked``
+    says of which layers that is the length of chunks; layers beyond its end slide."""
 
     def __init__(
         self,
@@ -194,12 +214,14 @@ class FakeModel(Model):
         vocab_size: int = 64,
         max_model_len: int = 512,
         windows: Sequence[int | None] = (None,),
+        chunked: Sequence[bool] = (),
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         given = options.model_dump() if options is not None else {}
         self.vocab_size = given.get("vocab_size", vocab_size)
         self.max_model_len = given.get("max_model_len", max_model_len)
         self.windows = tuple(given.get("windows", windows))
+        self.chunked = tuple(given.get("chunked", chunked))
         self.eos_token_ids = tuple(given.get("eos_token_ids", eos_token_ids))
 
     def load(self) -> ModelInfo:
@@ -218,9 +240,13 @@ class FakeModel(Model):
     def kv_specs(self) -> list[LayerKVSpec]:
         """One word per token and layer."""
         return [
-            LayerKVSpec(i, "full" if w is None else "sliding", 1, 1, "int64", w, v_head_dim=0)
-            for i, w in enumerate(self.windows)
+            LayerKVSpec(i, self._kind(i), 1, 1, "int64", window, v_head_dim=0) for i, window in enumerate(self.windows)
         ]
+
+    def _kind(self, layer: int) -> KVKind:
+        if self.windows[layer] is None:
+            return "full"
+        return "chunked" if layer < len(self.chunked) and self.chunked[layer] else "sliding"
 
     def bind(self, attention: Attention, layout: KVLayout) -> None:
         """Keep the attention and the layers' groups."""

@@ -32,6 +32,9 @@ class FakeModelOptions(Options):
     """Context length."""
     windows: list[int | None] = Field(default=[None])
     """One entry per layer: null for full attention, or the tokens a layer sees."""
+    chunked: list[bool] = Field(default_factory=list)
+    """One entry per layer: whether `windows` is the length of chunks in place of a window that slides; layers beyond
+    the end of the list slide."""
     eos_token_ids: list[int] = Field(default_factory=list)
     """Ids that end a generation."""
 

@@ -20,10 +20,13 @@ class ReferenceAttention(Attention):
     def __init__(self, context: Any = None, options: Any = None) -> None:
         self._kv: dict[int, tuple[Float64, Float64]] = {}
         self._layers: dict[int, tuple[int, ...]] = {}
+        self._chunked: frozenset[int] = frozenset()
 
     def support(self, spec: LayerKVSpec) -> AttentionSupport:
-        """Any block size; full and sliding layers."""
-        problem = None if spec.kind in {"full", "sliding"} else f"layers of kind {spec.kind!r} are not served"
+        """Any block size; full, sliding and chunked layers."""
+        problem = (
+            None if spec.kind in {"full", "sliding", "chunked"} else f"layers of kind {spec.kind!r} are not served"
+        )
         if spec.needs:
             problem = f"{', '.join(spec.needs)}: not known here"
         return AttentionSupport(dtypes=("float64", "float32"), problem=problem)
@@ -33,6 +36,7 @@ class ReferenceAttention(Attention):
         specs = {spec.layer: spec for spec in layout.specs}
         sizes = {layer: group.block_size for group in layout.groups for layer in group.layers}
         self._layers = {group.index: group.layers for group in layout.groups}
+        self._chunked = frozenset(spec.layer for spec in layout.specs if spec.kind == "chunked")
         for storage in layout.storage:
             for layer in storage.layers:
                 spec = specs[layer]
@@ -67,7 +71,8 @@ class ReferenceAttention(Attention):
         for row in range(len(meta.seq_lens)):
             first, last = int(meta.query_start[row]), int(meta.query_start[row + 1])
             for token in range(first, last):
-                seen = visible(meta, row, int(meta.seq_lens[row]) - (last - token), window)
+                place = int(meta.seq_lens[row]) - (last - token)
+                seen = visible(meta, row, place, window, chunked=layer in self._chunked)
                 where = [
                     int(meta.block_table[row, p // meta.block_size]) * meta.block_size + p % meta.block_size
                     for p in seen
@@ -105,11 +110,12 @@ class ReferenceAttention(Attention):
         return [part for layer in self._layers[group] for part in self._kv[layer]]
 
 
-def visible(meta: AttentionMetadata, row: int, index: int, window: int | None) -> list[int]:
+def visible(meta: AttentionMetadata, row: int, index: int, window: int | None, *, chunked: bool = False) -> list[int]:
     """Places in the row's table that the query at place ``index`` sees.
 
     Places before the tree are positions. A node of the tree stands at the position of its depth, from which the window
-    counts back, and sees its ancestors and itself."""
+    counts back, and sees its ancestors and itself. A window that is ``chunked`` reaches back to the last position that
+    is a multiple of it."""
     tree = 0 if meta.tree_lens is None else int(meta.tree_lens[row])
     trunk = int(meta.seq_lens[row]) - tree
 
@@ -120,4 +126,7 @@ def visible(meta: AttentionMetadata, row: int, index: int, window: int | None) -
     if index >= trunk:
         mask = np.asarray(meta.tree_mask)[row, index - trunk]
         seen = [*range(trunk), *(trunk + node for node in range(tree) if mask[node])]
-    return [p for p in seen if window is None or position(p) > position(index) - window]
+    if window is None:
+        return seen
+    first = position(index) // window * window if chunked else position(index) - window + 1
+    return [p for p in seen if position(p) >= first]

@@ -41,6 +41,13 @@ class Extras:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    chunked: bool = False  #: the window is the length of chunks
+
+    def first(self, position: int) -> int:
+        """The first position that a query at ``position`` sees."""
+        if self.window is None:
+            return 0
+        return position // self.window * self.window if self.chunked else max(position - self.window + 1, 0)
 
 
 class Case:
@@ -65,11 +72,21 @@ class Case:
         self.rng = np.random.default_rng(seed)
         self.free = [int(b) for b in 1 + self.rng.permutation(NUM_BLOCKS - 1)]
         specs = tuple(
-            LayerKVSpec(i, "full", self.num_kv_heads, self.head_dim, dtype, v_head_dim=shape[3])
-            for i in range(len(extras))
+            LayerKVSpec(
+                i,
+                "chunked" if extra.chunked else "full",
+                self.num_kv_heads,
+                self.head_dim,
+                dtype,
+                extra.window if extra.chunked else None,
+                v_head_dim=shape[3],
+            )
+            for i, extra in enumerate(extras)
         )
         layers = tuple(range(len(extras)))
-        group = KVGroup(0, layers, "full", block_size)
+        chunks = {extra.window for extra in extras} if all(extra.chunked for extra in extras) else set()
+        alike = len(chunks) == 1
+        group = KVGroup(0, layers, "chunked" if alike else "full", block_size, chunks.pop() if alike else None)
         layout = KVLayout(specs, (group,), tuple(KVStorage((layer,), NUM_BLOCKS) for layer in layers))
         for attention in (provider, self.reference):
             attention.allocate(layout)
@@ -137,13 +154,11 @@ class Case:
         counts = [row.count for row in rows]
         lengths = [row.context.length for row in rows]
         table = np.zeros((len(rows), max(len(row.context.blocks) for row in rows)), np.int32)
-        windows = [extra.window for extra in self.extras]
         for r, row in enumerate(rows):
             table[r, : len(row.context.blocks)] = row.context.blocks
-            if None not in windows:
-                # Blocks that no query sees any more may have been given away.
-                first = max(row.context.length - row.count - max(w for w in windows if w is not None) + 1, 0)
-                table[r, : first // self.block_size] = 0
+            # Blocks that no query of any layer sees any more may have been given away.
+            first = min(extra.first(row.context.length - row.count) for extra in self.extras)
+            table[r, : first // self.block_size] = 0
         numbers: dict[str, Any] = {
             "group": 0,
             "block_size": self.block_size,

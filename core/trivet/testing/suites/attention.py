@@ -24,6 +24,8 @@ class AttentionSuite(ArraySuite):
     sinks: ClassVar[bool] = True
     #: drafts in trees
     trees: ClassVar[bool] = True
+    #: layers of kind ``chunked``
+    chunks: ClassVar[bool] = True
 
     # ------------------------------------------------------------------ cases
 
@@ -99,6 +101,26 @@ class AttentionSuite(ArraySuite):
     def test_layers_that_differ_in_one_group(self) -> None:
         """Layers that share tables may have different windows in one step."""
         self.play(self.case(Extras(), Extras(window=4), Extras(window=9), Extras(), seed=1))
+
+    @promised("chunks")
+    def test_chunks(self) -> None:
+        """A query in a layer of kind ``chunked`` sees its chunk up to itself, and only itself at
+        a chunk's first position."""
+        provider: Attention = self.make(self.worker)
+        _, num_kv_heads, head_dim, v_head_dim = self.shapes[-1]
+        problem = provider.support(LayerKVSpec(0, "chunked", num_kv_heads, head_dim, "float32", 8, v_head_dim)).problem
+        require(
+            problem is None,
+            "chunked layers are served; set `chunks` if they are not",
+            Attention.support,
+            problem=problem,
+        )
+        for length in (1, 3, 8, 16, 17):
+            self.play(self.case(Extras(window=length, chunked=True), seed=length))
+        self.play(self.case(Extras(window=4, chunked=True), Extras(), Extras(window=4), seed=9))
+        if self.trees:
+            for seed in range(3):
+                self.play(self.case(Extras(window=5, chunked=True), seed=seed), trees=True)
 
     @promised("softcaps")
     def test_soft_caps(self) -> None:
