@@ -57,14 +57,29 @@ class IgnoresTags(SharingCache):
 @found_by(*LIVES, "what admission finds is the KV of these very tokens and tags")
 class LooksAtTheLastBlockOnly(SharingCache):
     def key(self, request: Any, tokens: Any) -> Any:
-        tags, _ = super().key(request, tokens)
-        return tags, len(tokens), tokens[-self._size :].tobytes()
+        tags, _, images = super().key(request, tokens)
+        return tags, len(tokens), tokens[-self._size :].tobytes(), images
+
+
+@found_by(*LIVES, "what admission finds is the KV of these very tokens and tags")
+class IgnoresImages(SharingCache):
+    def key(self, request: Any, tokens: Any) -> Any:
+        return super().key(request, tokens)[:2]
+
+
+@found_by(*LIVES, "nothing is found for a request with prompt_logprobs")
+class FindsPromptsWhoseLogprobsAreWanted(SharingCache):
+    def admit(self, slot: int, request: Any) -> CacheHit:
+        self._table.prompt_logprobs[slot], wanted = False, self._table.prompt_logprobs[slot]
+        hit = super().admit(slot, request)
+        self._table.prompt_logprobs[slot] = wanted
+        return hit
 
 
 @found_by(*LIVES, "what admission finds is the KV of these very tokens and tags")
 class RemembersWhatIsNotComputed(SharingCache):
     def extend(self, slots: Any, totals: Any, reserve: Any = None) -> Allocation:
-        got = super().extend(slots, totals)
+        got = super().extend(slots, totals, reserve)
         for slot in slots[: got.rows].tolist():
             self.remember(slot, int(self._table.num_known[slot]))
         return got
@@ -104,7 +119,7 @@ class NamesNobody(SharingCache):
 @found_by(*LIVES, "rows that got no memory are left as they were")
 class TakesWhatThereIs(SharingCache):
     def extend(self, slots: Any, totals: Any, reserve: Any = None) -> Allocation:
-        got = super().extend(slots, totals)
+        got = super().extend(slots, totals, reserve)
         if got.rows < len(slots) and self._free:
             self._ledger.append(int(slots[got.rows]), [self.take()])
         return got

@@ -119,10 +119,14 @@ class SharingCache(Cache):
         return -(-num_tokens // self._size) < self._ledger.num_blocks
 
     def key(self, request: Any, tokens: Any) -> Any:
-        return tuple(sorted(request.cache_tags.items())), tokens.tobytes()
+        count = len(tokens)
+        images = tuple((r.digest, r.offset, r.start, min(r.length, count - r.start)) for r in request.ranges)
+        return tuple(sorted(request.cache_tags.items())), tokens.tobytes(), tuple(i for i in images if i[3] > 0)
 
     def admit(self, slot: int, request: Any) -> CacheHit:
         tokens, blocks = self._table.known_tokens(request), []
+        if self._table.prompt_logprobs[slot]:
+            return CacheHit()
         while (end := (len(blocks) + 1) * self._size) < len(tokens):
             block = self._known.get(self.key(request, tokens[:end]))
             if block is None:
@@ -145,8 +149,9 @@ class SharingCache(Cache):
     def extend(self, slots: Any, totals: Any, reserve: Any = None) -> Allocation:
         out_slots: list[int] = []
         out_blocks: list[int] = []
-        for row, (slot, total) in enumerate(zip(slots.tolist(), totals.tolist(), strict=True)):
-            missing = -(-total // self._size) - int(self._ledger.length[slot])
+        kept = totals if reserve is None else reserve
+        for row, (slot, total) in enumerate(zip(slots.tolist(), kept.tolist(), strict=True)):
+            missing = max(-(-total // self._size) - int(self._ledger.length[slot]), 0)
             if missing > len(self._free):
                 return Allocation(row, [out_slots], [out_blocks])
             blocks = [self.take() for _ in range(missing)]

@@ -15,7 +15,7 @@ from trivet.testing import suites
 from trivet.testing.suites._base import place
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "CacheSuite": {"on_demand": True, "finds_prefixes": True, "examples": 100},
+    "CacheSuite": {"on_demand": True, "finds_prefixes": True, "examples": 400},
     "SchedulerSuite": {"arrival_order": True, "steady_decodes": True},
     "ModelSuite": {"attention": "fake"},
     "SamplerSuite": {"top_k": False, "top_p": False, "min_p": False, "min_tokens": False},

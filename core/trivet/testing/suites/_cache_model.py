@@ -1,125 +1,177 @@
-"""A naive model of KV memory: every cell holds a name of all the tokens before it, every table is a plain list.
+"""A naive model of a cache's callers: every cell of memory holds a name of all the tokens before it.
 
 Whatever a cache provider does wrong with ids (a block given away twice, a wrong hit, a copy left out) makes a cell hold
-another name than a request needs there."""
+another name than a request needs there. One operation of the model is one plan of the engine's; a step may stay in
+flight over others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from trivet.plan import Int32
-from trivet.roles import Allocation, Cache, CacheStats, KVLayout
-from trivet.state import Request, RequestTable
+from trivet.context import Hold
+from trivet.roles import Allocation, Cache, KVLayout
+from trivet.state import PromptRange, Request, RequestTable
 from trivet.testing.suites._base import require
-
-Cell = object
-
-
-@dataclass(slots=True)
-class Group:
-    """A KV group; groups that share a buffer have one ``pool``, so that a block id means the same memory."""
-
-    index: int
-    size: int
-    window: int | None
-    pool: int
+from trivet.testing.suites._cache_checks import CacheChecks
+from trivet.testing.suites._cache_memory import Block
+from trivet.testing.suites._cache_names import Cell, Live
+from trivet.testing.suites._cache_tier import NaiveTier
+from trivet_schemas.sampling import SamplingParams
 
 
 @dataclass(slots=True)
-class Live:
-    """A request with a table. ``names[p]`` is what the KV of position ``p`` must be."""
+class _Row:
+    """What a step in flight computes for one request, and where it writes that."""
 
-    request: Request
-    names: list[Cell] = field(default_factory=list)
-    computed: int = 0
-    told: int = 0  #: tokens that ``commit`` was told of
-
-
-def pools_of(layout: KVLayout) -> list[Group]:
-    """The layout's groups, with the buffer that each of them keeps its first layer in."""
-    buffer = {layer: i for i, storage in enumerate(layout.storage) for layer in storage.layers}
-    return [Group(g.index, g.block_size, g.window, buffer[g.layers[0]]) for g in layout.groups]
+    slot: int
+    epoch: int
+    end: int
+    token: int
+    writes: list[tuple[Block, int, Cell]]
 
 
-class CacheModel:
+class CacheModel(CacheChecks):
     """Calls a cache as the engine does and checks its contract after every call."""
 
-    def __init__(self, cache: Cache, layout: KVLayout, table: RequestTable, *, on_demand: bool) -> None:
-        self.cache, self.table, self._on_demand = cache, table, on_demand
-        self.groups = pools_of(layout)
-        self.windowed = any(g.window is not None for g in self.groups)
-        self.live: dict[int, Live] = {}
-        self.tables: dict[int, list[list[int]]] = {}
-        #: lease → (whether it is of a retired table, (pool, block) → its cells then)
-        self.leases: dict[int, tuple[bool, dict[tuple[int, int], list[Cell]]]] = {}
-        self._memory: dict[tuple[int, int], list[Cell]] = {}
+    def __init__(
+        self,
+        cache: Cache,
+        layout: KVLayout,
+        table: RequestTable,
+        context: Any = None,
+        *,
+        on_demand: bool,
+        tiers: Sequence[NaiveTier] = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__(cache, layout, table, on_demand=on_demand, tiers=tiers, seed=seed)
+        if context is not None:
+            context.on_hold, context.on_release = self._hold_request, self._release_request
+        self._requests: dict[str, Request] = {}
+        self._flying: list[_Row] = []
+        self._late: list[int] = []  # leases of tables that the step in flight writes to
+        self.preempted: list[Request] = []
         self._count = 0
-        self.hits = 0
 
-    # ------------------------------------------------------------------ what the engine does
+    # ------------------------------------------------------------------ requests come
 
-    def admit(self, prompt: Sequence[int], tags: dict[str, bytes], max_total: int, parent: int | None = None) -> bool:
-        """A request gets a slot and blocks for its prompt; False when memory is short. ``parent`` is forked."""
+    def admit(
+        self,
+        prompt: Sequence[int],
+        tags: dict[str, bytes],
+        max_total: int,
+        parent: int | None = None,
+        *,
+        chunk: int | None = None,
+        reserve: int = 0,
+        ranges: tuple[PromptRange, ...] = (),
+        prompt_logprobs: bool = False,
+        flush: bool = True,
+    ) -> bool:
+        """A request comes, and gets a slot and blocks for its prompt; False when memory is short or it is held.
+
+        Args:
+            prompt: Token ids.
+            tags: Context of its prefix.
+            max_total: Prompt and outputs at most.
+            parent: The slot that it is forked from.
+            chunk: Tokens beyond those found that are computed at once; None: all. The rest is reserved.
+            reserve: Tokens beyond the known ones for which there must be blocks.
+            ranges: Positions that take embeddings.
+            prompt_logprobs: Whether all of the prompt must be computed.
+            flush: Whether the plan ends with this; else more admissions follow in it.
+        """
         self._count += 1
-        request = Request(f"r{self._count}", np.array(prompt, np.int32), None, max_total, 0, index=self._count)
-        request.cache_tags = tags
+        params = SamplingParams(prompt_logprobs=0 if prompt_logprobs else None)
+        request = Request(f"r{self._count}", np.array(prompt, np.int32), params, max_total, 0, index=self._count)
+        request.cache_tags, request.ranges = tags, ranges
+        return self.enter(request, parent, chunk=chunk, reserve=reserve, flush=flush)
+
+    def enter(
+        self,
+        request: Request,
+        parent: int | None = None,
+        *,
+        chunk: int | None = None,
+        reserve: int = 0,
+        flush: bool = True,
+    ) -> bool:
+        """A new or preempted request gets a slot and blocks, see :meth:`admit`."""
+        self._requests = {r.request_id: r for r in self.table.requests if r is not None}
+        self._requests[request.request_id] = request
+        self.sync()
+        known = request.num_known
         slot = self.table.assign(request, (), 0)
-        live = Live(request, names_of(prompt, tags))
-        found = self._look_up(slot, live) if parent is None else self._fork(parent, slot, live)
-        if found is None:
-            self.cache.admit(slot, request)
-            return self._give_up(slot)
+        tokens = self.table.tokens[slot, :known].tolist()
+        live = Live(request, self.memory.namer.names(tokens, request.cache_tags, request.ranges))
+        got = None if parent is None else self._fork(parent, slot, live)
+        loads = []
+        if got is None:
+            hit = self._look_up(slot, live)
+            if hit is None:
+                return self._give_up(slot)
+            found, loads = hit.num_tokens, hit.loads
+        else:
+            found = known - 1
         live.computed = live.told = found
         self.table.num_computed[slot] = self.table.num_committed[slot] = found
         self.live[slot] = live
-        self.tables[slot] = self._read(slot)
-        self.check()
-        if not self.extend([slot], [len(prompt)]):
+        self.tables[slot] = self.read(slot)
+        total = known if chunk is None else min(known, found + chunk)
+        most = max(min(known + reserve, request.max_total), known)
+        if not self.extend([slot], [total], [most]):
             del self.live[slot], self.tables[slot]
             return self._give_up(slot)
+        if got is not None:
+            self.note(got, slot)
+        self.start_loads(slot, live, loads)
+        self._open = True
+        if flush:
+            self.flush()
+        self.check()
         return True
+
+    def close(self) -> None:
+        """What follows is not in the plan of the admissions before."""
+        if self._open:
+            self.flush()
 
     def _give_up(self, slot: int) -> bool:
         self.cache.settle(self.cache.retire(slot))
-        self.table.release(slot)
-        self.check()
+        self.table.unassign(slot)
+        self.flush()
         return False
 
-    def _look_up(self, slot: int, live: Live) -> int:
-        hit = self.cache.admit(slot, live.request)
-        known = live.request.num_prompt
-        require(
-            0 <= hit.num_tokens < known,
-            "at least the last known token is never counted as found",
-            Cache.admit,
-            found_tokens=hit.num_tokens,
-            known_tokens=known,
-        )
-        require(not hit.loads, "without a cache tier there is nothing to load from", Cache.admit, loads=hit.loads)
-        for group, blocks in zip(self.groups, self._read(slot), strict=True):
-            require(
-                len(blocks) * group.size >= hit.num_tokens,
-                "tokens that were found are covered by blocks already in the slot's table",
-                Cache.admit,
-                found_tokens=hit.num_tokens,
-                blocks=blocks,
-                block_size=group.size,
-            )
-        self.hits += hit.num_tokens
-        return hit.num_tokens
-
-    def _fork(self, parent: int, slot: int, live: Live) -> int | None:
+    def _fork(self, parent: int, slot: int, live: Live) -> Allocation | None:
         shared = live.request.num_prompt - 1
+        free = self.cache.stats().free
         got = self.cache.fork(parent, slot, shared)
+        theirs_by_group = self.tables[parent]
         if got is None:
+            short = free < sum(shared % g.size > 0 for g in self.groups)
+            moved = any(
+                not all(table[g.first(shared) // g.size : -(-shared // g.size)])
+                for g, table in zip(self.groups, theirs_by_group, strict=True)
+            )
+            require(
+                short or moved or not self.on_demand,
+                "a fork fails only when memory is short or the parent's window has moved on",
+                Cache.fork,
+                free=free,
+                parent=theirs_by_group,
+                tokens=shared,
+            )
+            require(
+                not any(len(t) for t in self.read(slot)), "a fork that fails leaves no table", Cache.fork, slot=slot
+            )
             return None
-        self._apply(got)
-        for group, own, theirs in zip(self.groups, self._read(slot), self.tables[parent], strict=True):
+        for group, own, theirs in zip(self.groups, self.read(slot), theirs_by_group, strict=True):
             full, partly = divmod(shared, group.size)
-            first = 0 if group.window is None else max(0, (shared - group.window + 1) // group.size)
+            first = group.first(shared) // group.size
             require(
                 own[first:full] == theirs[first:full] and len(own) * group.size >= shared,
                 "a fork shares the parent's full blocks",
@@ -136,141 +188,136 @@ class CacheModel:
                 child=own,
                 tokens=shared,
             )
-        return shared
+        return got
 
-    def extend(self, slots: Sequence[int], totals: Sequence[int]) -> int:
-        """Blocks for rows; returns how many rows have them. Compares what is reported with the tables."""
-        before = {slot: self._read(slot) for slot in slots}
-        free = self.cache.stats().free
-        taken = {block for tables in self.tables.values() for block in self._ids(tables)}
-        taken |= {block for _, cells in self.leases.values() for block in cells}
-        got = self.cache.extend(np.array(slots, np.int32), np.array(totals, np.int32))
-        self._apply(got)
-        require(0 <= got.rows <= len(slots), "rows counts leading rows", Allocation, rows=got.rows)
-        for row, (slot, total) in enumerate(zip(slots, totals, strict=True)):
-            tables = self._read(slot)
-            for group, old, new in zip(self.groups, before[slot], tables, strict=True):
-                added = new[len(old) :]
-                require(
-                    new[: len(old)] == old,
-                    "tables are append-only: an entry never changes, except to the null block when it leaves a window",
-                    Cache,
-                    before=old,
-                    after=new,
-                )
-                if row < got.rows:
-                    covered = len(new) * group.size >= total
-                    require(covered, "a row within `rows` covers its tokens", Cache.extend, table=new, tokens=total)
-                else:
-                    require(
-                        not added, "rows that got no memory are left as they were", Cache.extend, before=old, after=new
-                    )
-                reported = [
-                    b for s, b in zip(got.slots[group.index], got.blocks[group.index], strict=True) if s == slot
-                ]
-                require(
-                    reported == added,
-                    "slots and blocks list one entry per appended block, in row order",
-                    Allocation,
-                    reported=reported,
-                    appended=added,
-                )
-                for block in added:
-                    require(
-                        block != 0 and (group.pool, block) not in taken,
-                        "an appended block is one that no table and no lease needs",
-                        Cache.extend,
-                        block=block,
-                        slot=slot,
-                    )
-                    taken.add((group.pool, block))
-            self.tables[slot] = tables
-        if self._on_demand and got.rows < len(slots):
-            slot, total = slots[got.rows], totals[got.rows]
-            need = sum(max(-(-total // g.size) - len(t), 0) for g, t in zip(self.groups, before[slot], strict=True))
-            used = sum(len(blocks) for blocks in got.blocks)
-            require(
-                need > free - used,
-                "a cache that takes blocks on demand refuses a row only when too few are free",
-                Cache.extend,
-                needed=need,
-                free=free - used,
-            )
-        self.check()
-        return got.rows
+    # ------------------------------------------------------------------ holds
+
+    def _hold_request(self, request_id: str, hold: Hold) -> None:
+        self._requests[request_id].holds[hold.plugin, hold.kind] = hold
+        self.held[request_id] = hold
+
+    def _release_request(self, request_id: str, plugin: str, kind: str) -> None:
+        hold = self.held.get(request_id)
+        if hold is not None and (hold.plugin, hold.kind) == (plugin, kind):
+            del self.held[request_id]
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.holds.pop((plugin, kind), None)
+
+    # ------------------------------------------------------------------ steps
 
     def step(self, rows: Sequence[tuple[int, int]], drawn: Sequence[int], num_drafts: int = 0) -> None:
         """Compute ``(slot, count)`` rows; a row that has caught up draws a token. Rejected drafts leave junk behind."""
+        self.submit(rows, drawn, num_drafts)
+        self.commit()
+
+    def submit(self, rows: Sequence[tuple[int, int]], drawn: Sequence[int], num_drafts: int = 0) -> None:
+        """The same, but the step stays in flight until :meth:`commit`."""
+        self.close()
+        self.commit()
         totals = [min(self.live[s].computed + n + num_drafts, self.live[s].request.max_total) for s, n in rows]
         done = self.extend([s for s, _ in rows], totals)
-        commits: list[tuple[int, int]] = []
         for (slot, count), total, token in zip(rows[:done], totals, drawn, strict=False):
             live = self.live[slot]
             start, end = live.computed, live.computed + count
-            self._write(slot, start, live.names[start:end])
-            if end == len(live.names):
-                self._write(slot, end, [("draft", token, i) for i in range(total - end)])
-            live.computed = end
-            self.table.num_computed[slot] = self.table.num_committed[slot] = end
-            if end == len(live.names) and end < live.request.max_total:
-                self.table.tokens[slot, end] = token
-                self.table.num_known[slot] += 1
-                live.names.append(name(live.names[-1], token))
-            commits.append((slot, end))
-        if self.cache.wants_commits and commits:
-            slots, counts = zip(*commits, strict=True)
-            for slot, count in commits:
-                self.live[slot].told = count
-            self.cache.commit(np.array(slots, np.int32), np.array(counts, np.int32))
+            content: list[Cell] = list(live.names[start:end])
+            draws = end == len(live.names)
+            writes: list[tuple[Block, int, Cell]] = []
+            for group, table in zip(self.groups, self.tables[slot], strict=True):
+                cells: list[Cell] = [(group.index, name) for name in content]
+                if draws:
+                    cells += [("draft", token, i) for i in range(total - end)]
+                for p, cell in enumerate(cells, start):
+                    writes.append(((group.pool, table[p // group.size]), p % group.size, cell))
+            self._flying.append(_Row(slot, int(self.table.epoch[slot]), end, token if draws else -1, writes))
+            self.table.num_computed[slot] = end
+            self.table.in_flight[slot] += 1
+        self.flush()
         self.check()
+
+    def commit(self) -> None:
+        """The step in flight ends, if there is one."""
+        self.close()
+        rows, self._flying = self._flying, []
+        if not rows:
+            return
+        for row in rows:
+            for block, offset, cell in row.writes:
+                self.memory.write(block, offset, cell, row.slot if self.is_live(row.slot, row.epoch) else -1)
+        rows = [row for row in rows if self.is_live(row.slot, row.epoch)]
+        for row in rows:
+            live, slot = self.live[row.slot], row.slot
+            live.computed = row.end
+            self.table.in_flight[slot] -= 1
+            self.table.num_committed[slot] = row.end
+            if row.token >= 0 and row.end < live.request.max_total:
+                self.table.tokens[slot, row.end] = row.token
+                self.table.num_known[slot] += 1
+                live.names.append(self.memory.namer.name(live.names[-1], row.token))
+        if self.cache.wants_commits and rows:
+            for row in rows:
+                self.live[row.slot].told = row.end
+            self.cache.commit(
+                np.array([row.slot for row in rows], np.int32), np.array([row.end for row in rows], np.int32)
+            )
+        late, self._late = self._late, []
+        for lease in late:
+            self.settle(lease)
+        self.sync()
+        self.check()
+
+    # ------------------------------------------------------------------ requests go
 
     def retire(self, slot: int) -> int:
         """A request ends or is preempted; its blocks stay until :meth:`settle`."""
-        cells = self._needed(slot)
+        self.close()
+        cells = self.needed(slot)
         lease = self.cache.retire(slot)
         self.table.release(slot)
+        if any(row.slot == slot for row in self._flying):
+            self._late.append(lease)
         del self.live[slot], self.tables[slot]
-        return self._hold(lease, True, cells)
+        return self.keep(lease, True, cells)
+
+    def preempt(self, slot: int) -> None:
+        """A request loses its slot and comes back later."""
+        request = self.live[slot].request
+        lease = self.retire(slot)
+        request.num_preemptions += 1
+        request.holds.clear()
+        self.preempted.append(request)
+        if lease not in self._late:
+            self.settle(lease)
 
     def lease(self, slot: int) -> int:
         """A transfer reads a live request's blocks."""
-        cells = self._needed(slot)
-        return self._hold(self.cache.lease([np.array(t, np.int32) for t in self.tables[slot]]), False, cells)
-
-    def _hold(self, lease: int, retired: bool, cells: dict[tuple[int, int], list[Cell]]) -> int:
-        require(lease not in self.leases, "a lease id is not used again before it was settled", Cache.lease, id=lease)
-        self.leases[lease] = retired, cells
-        self.check()
-        return lease
+        self.close()
+        return self.keep(self.cache.lease([np.array(t, np.int32) for t in self.tables[slot]]), False, self.needed(slot))
 
     def settle(self, lease: int) -> None:
-        """Nobody needs the lease's blocks any more."""
+        """Nobody needs the lease's blocks any more; a step in flight that writes to them ends first."""
+        self.close()
+        if lease in self._late:
+            self.commit()
+            return
         self.cache.settle(lease)
         del self.leases[lease]
         self.check()
 
     def invalidate(self, slot: int, start: int) -> None:
-        """A load failed: the blocks of ``slot`` from block ``start`` on hold junk."""
-        bad = [table[start:] for table in self.tables[slot]]
-        named = self.cache.invalidate([np.array(b, np.int32) for b in bad])
-        valid = min(start * g.size for g in self.groups)
-        for other, tokens in [(slot, valid), *named]:
-            require(other in self.live, "invalidate names slots that have a table", Cache.invalidate, slot=other)
-            live = self.live[other]
-            live.computed, live.told = min(live.computed, tokens), min(live.told, tokens)
-            self.table.num_computed[other] = self.table.num_committed[other] = live.computed
-        for group, blocks in zip(self.groups, bad, strict=True):
-            for block in blocks:
-                self._memory.pop((group.pool, block), None)
-                for _, cells in self.leases.values():
-                    if (group.pool, block) in cells:
-                        cells[group.pool, block] = [None] * len(
-                            cells[group.pool, block]
-                        )  # nobody relies on it any more
+        """A load from elsewhere failed: what ``slot`` has from token ``start`` on, a multiple of every block size, is
+        junk."""
+        self.close()
+        bad = [table[start // g.size :] for g, table in zip(self.groups, self.tables[slot], strict=True)]
+        self.lose(bad, slot)
+        live = self.live.get(slot)
+        if live is not None:
+            self.rewind(slot, start)
         self.check()
 
     def reset(self) -> bool:
         """Forget everything that is kept; memory is then filled with junk."""
+        self.close()
         idle = not self.live and not self.leases
         done = self.cache.reset()
         require(
@@ -281,133 +328,10 @@ class CacheModel:
             blocks_in_use=not idle,
         )
         if done:
-            self._memory.clear()
+            self.sync()
+            require(
+                not self.memory.findable, "nothing can be found after a reset", Cache.reset, found=self.memory.findable
+            )
+            self.memory.forget()
         self.check()
         return done
-
-    # ------------------------------------------------------------------ what must hold at any time
-
-    def check(self) -> None:
-        """Every live request finds what it needs, nothing that is kept has changed, blocks add up."""
-        for slot, live in self.live.items():
-            tables = self._read(slot)
-            self._check_table(live, self.tables[slot], tables)
-            self.tables[slot] = tables
-            for group, table in zip(self.groups, tables, strict=True):
-                first = 0 if group.window is None else max(0, live.told - group.window + 1)
-                for p in range(first, live.computed):
-                    cell = self._cells((group.pool, table[p // group.size]))[p % group.size]
-                    require(
-                        cell == live.names[p],
-                        "the KV of a request's computed tokens stays in its blocks while it has a table, and what "
-                        "admission finds is the KV of these very tokens and tags",
-                        Cache,
-                        request=live.request.request_id,
-                        position=p,
-                        block=table[p // group.size],
-                        cell_holds=cell,
-                        needed=live.names[p],
-                    )
-        for lease, (retired, cells) in self.leases.items():
-            for (pool, block), then in cells.items():
-                now = self._cells((pool, block))
-                require(
-                    not retired or all(t in (None, n) for n, t in zip(now, then, strict=True)),
-                    "blocks of a retired table stay untouched until their lease is settled",
-                    Cache.retire,
-                    lease=lease,
-                    block=block,
-                )
-        self._check_stats(self.cache.stats())
-        self.cache.check_integrity()
-
-    def _check_table(self, live: Live, old: list[list[int]], new: list[list[int]]) -> None:
-        for group, before, after in zip(self.groups, old, new, strict=True):
-            dead = 0 if group.window is None else max(0, live.told - group.window + 1) // group.size
-            ok = len(before) == len(after) and all(
-                b == a or (a == 0 and i < dead) for i, (b, a) in enumerate(zip(before, after, strict=True))
-            )
-            require(
-                ok,
-                "tables are append-only: an entry never changes, except to the null block when it leaves a window",
-                Cache,
-                before=before,
-                after=after,
-                entries_outside_the_window=dead,
-            )
-
-    def _check_stats(self, stats: CacheStats) -> None:
-        used = {b for tables in self.tables.values() for b in self._ids(tables)}
-        retired = {b for r, cells in self.leases.values() if r for b in cells} - used
-        leased = {b for r, cells in self.leases.values() if not r for b in cells} - used - retired
-        require(
-            stats.free + stats.used + stats.retired + stats.leased == stats.total,
-            "free + used + retired + leased == total",
-            Cache.stats,
-            stats=stats,
-        )
-        require(
-            (stats.used, stats.retired) == (len(used), len(retired)) and stats.leased >= len(leased),
-            "a block is used while a live table holds it, else retired, else leased, else free",
-            CacheStats,
-            stats=stats,
-            used=sorted(used),
-            retired=sorted(retired),
-            leased=sorted(leased),
-        )
-
-    # ------------------------------------------------------------------ memory
-
-    def _read(self, slot: int) -> list[list[int]]:
-        tables: list[Int32] = self.cache.tables(slot)
-        require(
-            len(tables) == len(self.groups) and all(t.dtype == np.int32 for t in tables),
-            "tables are int32 arrays, one per KV group",
-            Cache.tables,
-            tables=tables,
-        )
-        return [t.tolist() for t in tables]
-
-    def _ids(self, tables: list[list[int]]) -> set[tuple[int, int]]:
-        return {(g.pool, b) for g, table in zip(self.groups, tables, strict=True) for b in table if b}
-
-    def _needed(self, slot: int) -> dict[tuple[int, int], list[Cell]]:
-        """Per block of a table the cells of computed tokens; None for the others."""
-        live = self.live[slot]
-        found: dict[tuple[int, int], list[Cell]] = {}
-        for group, table in zip(self.groups, self.tables[slot], strict=True):
-            for index, block in enumerate(table):
-                if block:
-                    cells = found.setdefault((group.pool, block), [None] * len(self._cells((group.pool, block))))
-                    names = live.names[index * group.size : min((index + 1) * group.size, live.computed)]
-                    cells[: len(names)] = names
-        return found
-
-    def _cells(self, block: tuple[int, int]) -> list[Cell]:
-        size = max(g.size for g in self.groups if g.pool == block[0])
-        return self._memory.setdefault(block, [None] * size)
-
-    def _write(self, slot: int, start: int, names: Sequence[Cell]) -> None:
-        for group, table in zip(self.groups, self.tables[slot], strict=True):
-            for p, cell in enumerate(names, start):
-                self._cells((group.pool, table[p // group.size]))[p % group.size] = cell
-
-    def _apply(self, got: Allocation) -> None:
-        for group in self.groups:
-            for block in got.zeroing[group.index] if got.zeroing else ():
-                self._memory.pop((group.pool, block), None)
-            for source, target in got.copies[group.index] if got.copies else ():
-                self._memory[group.pool, target] = list(self._cells((group.pool, source)))
-
-
-def name(before: Cell, token: int) -> Cell:
-    """What the KV of ``token`` after ``before`` is."""
-    return hash((before, token))
-
-
-def names_of(tokens: Sequence[int], tags: dict[str, bytes]) -> list[Cell]:
-    """The cell of every position of a request."""
-    names: list[Cell] = []
-    for token in tokens:
-        names.append(name(names[-1] if names else tuple(sorted(tags.items())), token))
-    return names

@@ -11,10 +11,13 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from trivet.errors import CacheMemoryError
 from trivet.roles import AttentionSupport, Cache, CacheRequirements, KVLayout, LayerKVSpec
+from trivet.roles.kv import KVKind
 from trivet.state import Request, RequestTable
 from trivet.testing.suites._base import Suite, promised, require
 from trivet.testing.suites._cache_lives import MAX_MODEL_LEN, MAX_NUM_SEQS, CacheMachine, Lives
-from trivet.testing.suites._cache_model import CacheModel, pools_of
+from trivet.testing.suites._cache_model import CacheModel
+from trivet.testing.suites._cache_names import pools_of
+from trivet.testing.suites._cache_tier import NaiveTier
 
 
 class CacheSuite(Suite):
@@ -32,6 +35,12 @@ class CacheSuite(Suite):
     size_options: ClassVar[tuple[str, ...]] = ("memory", "num_blocks")
     #: windows of the layers, None for full attention; override for a cache that treats windows apart
     windows: ClassVar[tuple[int | None, ...]] = (None, 8)
+    #: kinds of the layers: full, sliding, chunked; by default sliding where there is a window
+    kinds: ClassVar[tuple[KVKind, ...]] = ()
+    #: KV heads of the layers, by default one: layers with fewer bytes per token may get longer blocks
+    heads: ClassVar[tuple[int, ...]] = ()
+    #: tiers that the cache may store to and load from, each of as many blocks
+    tiers: ClassVar[tuple[int, ...]] = ()
     #: tokens of memory; room for about two long requests, so that memory is short most of the time
     tokens: ClassVar[int] = 2 * MAX_MODEL_LEN
 
@@ -39,8 +48,11 @@ class CacheSuite(Suite):
 
     def specs(self) -> tuple[LayerKVSpec, ...]:
         """The layers that the cache has to serve."""
+        kinds = self.kinds or tuple("full" if w is None else "sliding" for w in self.windows)
+        heads = self.heads or (1,) * len(kinds)
         return tuple(
-            LayerKVSpec(i, "full" if w is None else "sliding", 1, 4, "float32", w) for i, w in enumerate(self.windows)
+            LayerKVSpec(i, kind, count, 4, "float32", window)
+            for i, (kind, window, count) in enumerate(zip(kinds, self.windows, heads, strict=True))
         )
 
     def requirements(self, **changes: Any) -> CacheRequirements:
@@ -67,14 +79,17 @@ class CacheSuite(Suite):
         cache: Cache = self.make(context)
         layout = cache.configure(self.requirements())
         table = context.table = RequestTable(MAX_NUM_SEQS, MAX_MODEL_LEN)
-        context.max_model_len = MAX_MODEL_LEN
+        context.max_model_len, context.layout = MAX_MODEL_LEN, layout
         cache.bind(context)
         return cache, layout, table
 
-    def fresh(self, context: Any = None) -> CacheModel:
-        """A new cache with its reference."""
+    def fresh(self, context: Any = None, seed: int = 0) -> CacheModel:
+        """A new cache with its reference; ``seed`` draws the tiers' luck."""
+        context = context or self.engine_context()
+        tiers = [NaiveTier(f"naive{i}", capacity, seed + i) for i, capacity in enumerate(self.tiers)]
+        context.all = lambda role: tiers if role == "cache_tier" else ()
         cache, layout, table = self.bound(context)
-        return CacheModel(cache, layout, table, on_demand=self.on_demand)
+        return CacheModel(cache, layout, table, context, on_demand=self.on_demand, tiers=tiers, seed=seed)
 
     # ------------------------------------------------------------------ negotiation
 
@@ -192,7 +207,7 @@ class CacheSuite(Suite):
         """The same in long random walks, in which memory is used many times over."""
         context = self.engine_context()
         for seed in range(max(self.examples // 2, 1)):
-            Lives(self.fresh(context)).walk(seed, steps=60)
+            Lives(self.fresh(context, seed)).walk(seed, steps=60)
 
     def test_tables_that_were_read_do_not_change(self) -> None:
         """A plan keeps the arrays that ``tables`` returned, so they are no views of the cache's state."""
