@@ -6,7 +6,7 @@ are ``(group, block, slot)``: block ids of a group, and rows ``host[slot]``."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from trivet.roles import Attention, KVLayout
 
 Move = tuple[int, int, int]
+
+#: a buffer on the device, of which there are two
+_STAGING_BYTES = 32 * 2**20
 
 
 class Mover(ABC):
@@ -141,34 +144,47 @@ def _places(parts: Sequence[Tensor]) -> list[tuple[UInt8, int, int, tuple[int, .
 
 class CudaMover(Mover):
     """Blocks are gathered on the current stream, and copied from and to pinned memory on a stream at the side while the
-    step runs."""
+    step runs.
+
+    What is gathered waits in one of two buffers on the device. If more is stored at once than they hold, the current
+    stream waits for the copies: it must not overwrite blocks that have not been read."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], slots: int, slot_bytes: int) -> None:
         self.group_bytes = tuple(sum(part[0].numel() for part in parts) for parts in groups)
         self._groups = groups
         self._device = groups[0][0].device
-        self._rows = torch.empty(slots, slot_bytes, dtype=torch.uint8, pin_memory=True)
+        self._rows = _pinned(slots, slot_bytes)
         self.host = self._rows.numpy()
+        self._most = max(min(_STAGING_BYTES // slot_bytes, slots), 1)
+        self._buffers = torch.empty(2, self._most, slot_bytes, dtype=torch.uint8, device=self._device)
+        self._copied: list[Any] = [None, None]  # by buffer: the event that ends its last copies
+        self._next = 0
         self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         # For the thread that reads from disk.
         self._aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def store(self, moves: Sequence[Move]) -> Any:
-        side = self._side
-        gathered = [(self._gather(group, blocks), slots) for group, blocks, slots in _by_group(moves)]
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            for rows, slots in gathered:
-                rows.record_stream(side)
+        current, side = torch.cuda.current_stream(self._device), self._side
+        event = None
+        for group, blocks, slots in _pieces(moves, self._most):
+            if (busy := self._copied[self._next]) is not None:
+                current.wait_event(busy)
+            rows = self._buffers[self._next, : len(slots), : self.group_bytes[group]]
+            self._gather(group, blocks, rows)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
                 for row, slot in zip(rows, slots, strict=True):
                     self._rows[slot, : len(row)].copy_(row, non_blocking=True)
-            return side.record_event()
+                event = side.record_event()
+            self._copied[self._next] = event
+            self._next = 1 - self._next
+        return event
 
     def load(self, moves: Sequence[Move]) -> Any:
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            for group, blocks, slots in _by_group(moves):
+            for group, blocks, slots in _pieces(moves, self._most):
                 rows = torch.empty(len(slots), self.group_bytes[group], dtype=torch.uint8, device=self._device)
                 for row, slot in zip(rows, slots, strict=True):
                     row.copy_(self._rows[slot, : len(row)], non_blocking=True)
@@ -192,15 +208,18 @@ class CudaMover(Mover):
         self._side.synchronize()
 
     def scratch(self) -> UInt8:
-        row: UInt8 = torch.empty(self._rows.shape[1], dtype=torch.uint8, pin_memory=True).numpy()
+        row: UInt8 = _pinned(1, self._rows.shape[1])[0].numpy()
         return row
 
     def _index(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64).to(self._device)
 
-    def _gather(self, group: int, blocks: Sequence[int]) -> Tensor:
-        index = self._index(blocks)
-        return torch.cat([part.index_select(0, index).flatten(1) for part in self._groups[group]], 1)
+    def _gather(self, group: int, blocks: Sequence[int], rows: Tensor) -> None:
+        index, start = self._index(blocks), 0
+        for part in self._groups[group]:
+            end = start + part[0].numel()
+            rows[:, start:end] = part.index_select(0, index).flatten(1)
+            start = end
 
     def _scatter(self, group: int, blocks: Sequence[int], rows: Tensor) -> None:
         index, start = self._index(blocks), 0
@@ -210,10 +229,16 @@ class CudaMover(Mover):
             start = end
 
 
-def _by_group(moves: Sequence[Move]) -> list[tuple[int, list[int], list[int]]]:
-    groups: dict[int, tuple[list[int], list[int]]] = {}
-    for group, block, slot in moves:
-        blocks, slots = groups.setdefault(group, ([], []))
-        blocks.append(block)
-        slots.append(slot)
-    return [(group, blocks, slots) for group, (blocks, slots) in groups.items()]
+def _pinned(rows: int, row_bytes: int) -> Tensor:
+    return torch.empty(rows, row_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _pieces(moves: Sequence[Move], most: int) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Blocks and slots of one group at a time, at most so many at once."""
+    groups: dict[int, list[Move]] = {}
+    for move in moves:
+        groups.setdefault(move[0], []).append(move)
+    for group, mine in groups.items():
+        for start in range(0, len(mine), most):
+            piece = mine[start : start + most]
+            yield group, [block for _, block, _ in piece], [slot for _, _, slot in piece]

@@ -52,7 +52,7 @@ def test_the_version_is_the_one_installed() -> None:
 
 def test_plugins_are_listed() -> None:
     text = _trivet("plugins", "list")
-    for name in ("continuous", "static", "paged", "contiguous", "inline", "transformers", "sampler", "hf_tokenizer"):
+    for name in ("continuous", "static", "paged", "contiguous", "offload", "inline", "transformers", "sampler"):
         assert name in text
 
 

@@ -13,8 +13,10 @@ import torch
 
 from trivet.plan import Transfer
 from trivet.roles import KVGroup, KVLayout, KVStorage, LayerKVSpec, TransferReport
+from trivet_offload.geometry import Geometry
 from trivet_offload.options import OffloadOptions
 from trivet_offload.policies import ArcPolicy, LruPolicy
+from trivet_offload.segments import SegmentPlan
 from trivet_offload.tier import OffloadTier
 from trivet_offload.worker import OffloadWorker
 
@@ -80,7 +82,6 @@ def context(layout: KVLayout, tier: Any = None, *, model: str = "fake", device: 
 
 def options(slots: int, layout: KVLayout, *, disk: int = 0, path: Path | None = None, **fields: Any) -> OffloadOptions:
     """Room for ``slots`` blocks in memory, and for ``disk`` on disk."""
-    from trivet_offload.geometry import Geometry
 
     size = Geometry.of(layout).slot_bytes
     more: dict[str, Any] = {"path": str(path), "disk_memory": disk_bytes(size, disk)} if path is not None else {}
@@ -89,7 +90,6 @@ def options(slots: int, layout: KVLayout, *, disk: int = 0, path: Path | None = 
 
 def disk_bytes(slot_bytes: int, slots: int) -> int:
     """``disk_memory`` with room for so many blocks in one file."""
-    from trivet_offload.segments import SegmentPlan
 
     size = 3 * 4096 + slots * (slot_bytes + 88)
     assert SegmentPlan.of(slot_bytes, size).num_slots == slots

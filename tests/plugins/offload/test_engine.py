@@ -319,5 +319,8 @@ def test_a_second_engine_on_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_smaller_than_a_block_is_refused() -> None:
-    with pytest.raises(TrivetError, match="host_memory: 63B is less than one block of this model"), engine(host_memory=63):
+    with (
+        pytest.raises(TrivetError, match="host_memory: 63B is less than one block of this model"),
+        engine(host_memory=63),
+    ):
         pass
