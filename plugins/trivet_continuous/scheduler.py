@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trivet.state import Request
     from trivet_continuous.options import ContinuousOptions
 
-_FIRST_RESERVE = 4  # tokens; doubles with every preemption of a request, so the first one asks for 8
+_FIRST_RESERVE = 2  # tokens; doubles with every preemption of a request, so the first one asks for 4
 
 
 class ContinuousScheduler(Scheduler):
