@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import lcm
 
 from trivet.roles import CacheTier
 from trivet_paged.groups import Group
@@ -32,12 +33,12 @@ class Lookup:
         self._groups, self._pool, self._tiers = groups, pool, tiers
         #: groups that need everything first: they set the bound that the windows are looked at below
         self._order = sorted(groups, key=lambda group: group.windowed)
-        self._step = max(group.factor for group in groups)
+        self._step = lcm(*(group.factor for group in groups))
         self._base = min(group.size // group.factor for group in groups)
 
     def longest(self, chain: Sequence[bytes], most_tokens: int) -> Found:
         """What is there for the request with these digests, at most ``most_tokens`` tokens of it."""
-        # All lengths here are in blocks of the smallest size, and multiples of the longest block.
+        # All lengths here are in blocks of the smallest size, and multiples of every block.
         length = min(len(chain), most_tokens // self._base) // self._step * self._step
         while length:
             best = length

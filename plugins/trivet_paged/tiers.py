@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class TierTraffic:
 
     def __init__(self, tiers: Sequence[CacheTier], groups: Sequence[Group]) -> None:
         self._tiers, self._groups = tiers, groups
-        self._align = max(group.size for group in groups)
+        self._align = lcm(*(group.size for group in groups))
         self._queued: list[Transfer] = []
         self._stores: dict[int, tuple[CacheTier, Transfer]] = {}  # by the transfer's identity
         self._loads: dict[int, _Load] = {}
@@ -143,6 +144,11 @@ class TierTraffic:
         for _, _, block in good:
             del self._filling[block]
         load.tier.settled(transfer, store=False, ok=ok)
+        if not ok and len(good) == len(load.content):
+            # Nobody said which part is damaged. What was never sent was never read, and may be good.
+            if transfer.transfer_id >= 0:
+                load.tier.forget([key for key in transfer.keys if key])
+            return []
         return good
 
     def reset(self) -> None:
