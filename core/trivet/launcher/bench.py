@@ -31,7 +31,9 @@ def memory(
     workload: Annotated[
         Literal["sharegpt", "alpaca"], typer.Option("--workload", help="Whose lengths requests have.")
     ] = "sharegpt",
-    caches: Annotated[str, typer.Option("--caches", metavar="NAMES", help="What to compare, by commas.")] = _CACHES,
+    caches: Annotated[
+        str, typer.Option("--caches", metavar="NAMES", help="What to compare, by commas.", show_default="all")
+    ] = _CACHES,
     num_requests: Annotated[
         int | None,
         typer.Option(
@@ -47,7 +49,7 @@ def memory(
     ] = _BLOCK_SIZE,
     seed: Annotated[int, typer.Option("--seed", min=0, help="For the draw of the lengths.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help='Draw it too; needs "trivet[bench]".')
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw it too; needs the extra bench.")
     ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON too.")] = None,
 ) -> None:
@@ -177,3 +179,8 @@ def _show(report: dict[str, Any], uses: Sequence[MemoryUse]) -> None:
         "contiguous: reservations of single tokens, buddy allocator; what it rounds up is external fragmentation. "
         f"paged: blocks of {report['block_size']} tokens, no prefix caching."
     )
+    if any(entry["paper_token_states"] is not None for entry in report["caches"]):
+        typer.echo(
+            "The paper's figures are of real conversations that arrive at a finite rate. Here requests always wait, and "
+            "their lengths share only the means and the spread with those."
+        )
