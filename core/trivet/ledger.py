@@ -11,7 +11,7 @@ import numpy as np
 
 from trivet.plan import Bool, Int32, Int64
 from trivet.roles.cache import CacheStats
-from trivet.rows import spans
+from trivet.rows import cells
 
 
 class BlockLedger:
@@ -48,30 +48,35 @@ class BlockLedger:
         np.add.at(self._used, np.asarray(blocks, np.int32), 1)
         self._used[0] = 0
 
-    def append_rows(self, slots: Int32, counts: Int32, blocks: Int32, group: int = 0) -> None:
-        """Put ``counts[i]`` blocks that nobody has at the end of the table of ``slots[i]``, in the order of
-        ``blocks``."""
-        lengths, at = self.lengths[group], slots.astype(np.intp)
-        before = lengths[at]
-        _, columns = spans(before, counts)
-        self.tables[group][np.repeat(at, counts), columns] = blocks
-        lengths[at] = before + counts
-        # Each was free and is there once.
-        self._used[blocks.astype(np.intp)] = 1
+    def append_rows(self, slots: Int64, counts: Int32, blocks: Sequence[int], groups: Sequence[int]) -> Int64:
+        """Put ``counts[i]`` blocks that nobody has at the end of the table of ``slots[i]``, in each of several groups
+        whose tables are equally long. ``blocks`` are those of one group after those of another, in the order of
+        ``slots``. Returns the slot of each block of a group."""
+        before = self.lengths[groups[0]][slots]
+        rows, columns = cells(slots, before, counts)
+        after, new = before + counts, np.array(blocks)
+        for group, mine in zip(groups, new.reshape(len(groups), len(rows)), strict=True):
+            self.tables[group][rows, columns] = mine
+            self.lengths[group][slots] = after
+        self._used[new] = 1
+        return rows
 
-    def drop(self, slots: Int64, group: int, starts: Int32, stops: Int32) -> list[int]:
-        """Make the entries ``[starts[i], stops[i])`` of the table of ``slots[i]`` null; returns the blocks that nobody
-        needs any more."""
-        table, counts = self.tables[group], stops - starts
-        _, columns = spans(starts, counts)
-        rows = np.repeat(slots, counts)
-        entries = table[rows, columns].astype(np.intp)
-        table[rows, columns] = 0
-        blocks = entries[entries != 0]
-        np.subtract.at(self._used, blocks, 1)
-        idle: list[int] = blocks[self.is_idle(blocks)].tolist()
-        # Two of the tables may have shared one.
-        return list(dict.fromkeys(idle))
+    def drop(self, slots: Int64, groups: Sequence[int], starts: Int32, stops: Int32) -> list[int]:
+        """Make the entries ``[starts[i], stops[i])`` of the tables of ``slots[i]`` in several groups null; returns the
+        blocks that nobody needs any more, group after group."""
+        rows, columns = cells(slots, starts, stops - starts)
+        dropped: list[Int32] = []
+        for group in groups:
+            dropped.append(self.tables[group][rows, columns])
+            self.tables[group][rows, columns] = 0
+        entries = dropped[0] if len(dropped) == 1 else np.concatenate(dropped)
+        blocks = entries[entries != 0].astype(np.intp)
+        if len(set(blocks.tolist())) == len(blocks):
+            self._used[blocks] -= 1
+        else:
+            # Two of the tables shared one.
+            np.subtract.at(self._used, blocks, 1)
+        return list(dict.fromkeys(blocks[self.is_idle(blocks)].tolist()))
 
     def blocks(self, slot: int, group: int = 0) -> Int32:
         """``[n]`` a copy of a table."""

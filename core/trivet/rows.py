@@ -69,11 +69,17 @@ def spans(starts: Int32, lengths: Int32) -> tuple[Int32, Int32]:
     return offsets, flat
 
 
+def cells(rows: Int64, starts: Int32, lengths: Int32) -> tuple[Int64, Int64]:
+    """Where in a matrix the runs ``[rows[i], starts[i]:starts[i] + lengths[i]]`` lie: row and column of each cell."""
+    _, columns = spans(starts, lengths)
+    return rows if columns is starts else np.repeat(rows, lengths), columns.astype(np.intp)
+
+
 def gather_tokens(tokens: Int32, slots: Int64, starts: Int32, ends: Int32) -> Ragged:
     """Row ``i`` is ``tokens[slots[i], starts[i]:ends[i]]``."""
     lengths = ends - starts
     offsets, columns = spans(starts, lengths)
-    rows = slots if len(columns) == len(slots) and columns is starts else np.repeat(slots, lengths)
+    rows = slots if columns is starts else np.repeat(slots, lengths)
     return Ragged(offsets, tokens[rows, columns.astype(np.intp)])
 
 

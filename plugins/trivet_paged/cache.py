@@ -12,9 +12,9 @@ from trivet.events import BlocksEvicted, BlocksStored
 from trivet.ledger import BlockLedger
 from trivet.plan import Int32, Int64, Transfer
 from trivet.roles import Allocation, Cache, CacheHit, CacheRequirements, CacheStats, CacheTier, KVLayout
-from trivet.rows import spans
+from trivet.rows import cells
 from trivet.sizing import choose_block_size, plan_blocks, with_dtype
-from trivet_paged.groups import Group, group_windows, plan_groups
+from trivet_paged.groups import Group, alike, plan_groups
 from trivet_paged.hashing import Hasher
 from trivet_paged.lookup import Found, Lookup
 from trivet_paged.pool import BlockPool, EventLog
@@ -59,9 +59,8 @@ class PagedCache(Cache):
             blocks_for=self.request_blocks,
             keeps_content=self._caching,
         )
-        #: groups whose blocks leave their windows together
-        self._windows = group_windows(plan.groups)
-        self.wants_commits = self._caching or bool(self._windows)
+        self._alike = alike(plan.groups)
+        self.wants_commits = self._caching or any(group.windowed for group in plan.groups)
         self._ledger = BlockLedger(
             blocks, need.max_num_seqs, [-(-need.max_model_len // group.size) for group in plan.groups]
         )
@@ -165,39 +164,49 @@ class PagedCache(Cache):
 
     def extend(self, slots: Int32, totals: Int32, reserve: Int32 | None = None) -> Allocation:
         """See :meth:`Cache.extend`; rows that need no block cost no Python."""
-        ledger, groups = self._ledger, self._groups
-        kept = totals if reserve is None else reserve
-        missing = [
-            -(-(self._ahead(group, slots, totals, kept) if group.windowed else kept) // group.size)
-            - ledger.lengths[group.index][slots]
-            for group in groups
-        ]
-        needed = missing[0] if len(groups) == 1 else np.maximum(missing, 0).sum(axis=0)
-        rows = np.flatnonzero(needed > 0)
+        at = slots.astype(np.intp)
+        slots_of: list[list[int]] = [[] for _ in self._groups]
+        blocks_of: list[list[int]] = [[] for _ in self._groups]
+        missing = [self._missing(groups[0], at, totals, reserve) for groups in self._alike]
+        needed = missing[0] * len(self._alike[0])
+        for lacking, groups in zip(missing[1:], self._alike[1:], strict=True):
+            needed += lacking * len(groups)
+        rows = needed.nonzero()[0]
         if not len(rows):
-            return Allocation(len(slots), [[] for _ in groups], [[] for _ in groups])
-        fitting = int(np.searchsorted(needed[rows].cumsum(), self._pool.num_free, side="right"))
-        done = len(slots) if fitting == len(rows) else int(rows[fitting])
-        rows = rows[:fitting]
-        blocks = self._take(int(needed[rows].sum()))
-        out_slots: list[list[int]] = []
-        out_blocks: list[list[int]] = []
-        start = 0
-        for group, lacking in zip(groups, missing, strict=True):
-            counts = np.maximum(lacking[rows], 0)
-            end = start + int(counts.sum())
-            mine, start = blocks[start:end], end
-            if mine:
-                ledger.append_rows(slots[rows], counts, np.array(mine, np.int32), group.index)
-            out_slots.append(np.repeat(slots[rows], counts).tolist())
-            out_blocks.append(mine)
-        return Allocation(done, out_slots, out_blocks)
+            return Allocation(len(slots), slots_of, blocks_of)
+        done, total = len(slots), int(np.add.reduce(needed))
+        if total > self._pool.num_free:
+            fitting = int(np.searchsorted(needed[rows].cumsum(), self._pool.num_free, side="right"))
+            done, rows = int(rows[fitting]), rows[:fitting]
+            total = int(np.add.reduce(needed[rows]))
+        blocks, start = self._take(total), 0
+        for lacking, groups in zip(missing, self._alike, strict=True):
+            counts = lacking[rows]
+            mine = counts.nonzero()[0]
+            if not len(mine):
+                continue
+            each = int(np.add.reduce(counts))
+            indices = [group.index for group in groups]
+            taken = blocks[start : start + each * len(groups)]
+            owners = self._ledger.append_rows(at[rows[mine]], counts[mine], taken, indices).tolist()
+            for index in indices:
+                slots_of[index], blocks_of[index] = owners, blocks[start : start + each]
+                start += each
+        return Allocation(done, slots_of, blocks_of)
 
-    def _ahead(self, group: Group, slots: Int32, totals: Int32, reserve: Int32) -> Int32:
+    def _missing(self, group: Group, slots: Int64, totals: Int32, reserve: Int32 | None) -> Int32:
+        """Blocks that rows lack in a group."""
+        wanted = totals
+        if reserve is not None:
+            wanted = self._ahead(group, slots, totals, reserve) if group.windowed else reserve
+        lacking: Int32 = np.maximum(
+            (wanted + (group.size - 1)) // group.size - self._ledger.lengths[group.index][slots], 0
+        )
+        return lacking
+
+    def _ahead(self, group: Group, slots: Int64, totals: Int32, reserve: Int32) -> Int32:
         """Tokens that a windowed group takes blocks for: as many as it will ever have at once. From then on it gives a
         block back for every one it takes, so it never needs what others have."""
-        if reserve is totals:
-            return totals
         most = (self._passed[group.index, slots] + group.span(self._in_flight)) * group.size
         ahead: Int32 = np.maximum(totals, np.minimum(reserve, most))
         return ahead
@@ -250,53 +259,43 @@ class PagedCache(Cache):
             rows = (full > self._named[at]).nonzero()[0]
             if len(rows):
                 self._name(at[rows], full[rows])
-        for groups in self._windows:
-            passed, first = self._passed[groups[0].index], groups[0].first_block(num_tokens)
+        for groups in self._alike:
+            if not groups[0].windowed:
+                continue
+            indices = [group.index for group in groups]
+            passed, first = self._passed[indices[0]], groups[0].first_block(num_tokens)
             rows = (first > passed[at]).nonzero()[0]
             if len(rows):
                 mine, stops = at[rows], first[rows]
-                for group in groups:
-                    self._pool.give(self._ledger.drop(mine, group.index, passed[mine], stops))
-                passed[mine] = stops
+                self._pool.give(self._ledger.drop(mine, indices, passed[mine], stops))
+                for index in indices:
+                    self._passed[index, mine] = stops
 
     def _name(self, slots: Int64, full: Int32) -> None:
         """Blocks up to the ``full[i]``-th of ``slots[i]`` can be found from now on."""
-        done, numbers = self._named[slots], slots.tolist()
+        done, numbers, counts = self._named[slots], slots.tolist(), full.tolist()
         chains = [self._chains[slot] for slot in numbers]
-        self._hash(slots, chains, full)
-        places: dict[int, tuple[Int64, Int32, list[bytes]]] = {}
+        for slot, chain, count in zip(numbers, chains, counts, strict=True):
+            if len(chain) < count:
+                tokens = self._table.tokens[slot, len(chain) * self.block_size : count * self.block_size]
+                self._hasher.extend(chain, self._table.requests[slot], tokens)
+        places: dict[int, tuple[Int64, Int64, list[bytes]]] = {}
         for group in self._groups:
             factor = group.factor
             if factor not in places:
                 first = done // factor
-                counts = full // factor - first
-                _, indices = spans(first, counts)
-                rows = np.repeat(np.arange(len(slots)), counts)
+                rows, indices = cells(np.arange(len(slots)), first, full // factor - first)
                 ends = ((indices + 1) * factor - 1).tolist()
                 digests = [chains[row][end] for row, end in zip(rows.tolist(), ends, strict=True)]
-                places[factor] = rows, indices, digests
-            rows, indices, digests = places[factor]
-            blocks = self._ledger.tables[group.index][slots[rows], indices].tolist()
+                places[factor] = slots[rows], indices, digests
+            owners, indices, digests = places[factor]
+            blocks = self._ledger.tables[group.index][owners, indices].tolist()
             stored = self._pool.name(group.index, digests, blocks)
             if stored and self.observed:
-                self._tell_stored(group, slots[rows[stored]].tolist(), indices[stored].tolist())
+                self._tell_stored(group, owners[stored].tolist(), indices[stored].tolist())
         self._named[slots] = full
         assert self._sharing is not None
-        self._sharing.advanced(numbers, full.tolist())
-
-    def _hash(self, slots: Int64, chains: Sequence[list[bytes]], full: Int32) -> None:
-        """Make the chains ``full[i]`` digests long."""
-        have = np.array([len(chain) for chain in chains], np.int32)
-        rows = (have < full).nonzero()[0]
-        if not len(rows):
-            return
-        counts = full[rows] - have[rows]
-        _, blocks = spans(have[rows], counts)
-        tokens = self._table.tokens[
-            np.repeat(slots[rows], counts)[:, None], blocks[:, None] * self.block_size + np.arange(self.block_size)
-        ]
-        requests = [self._table.requests[slot] for slot in slots[rows].tolist()]
-        self._hasher.extend(requests, [chains[row] for row in rows.tolist()], counts.tolist(), tokens)
+        self._sharing.advanced(numbers, counts)
 
     def _tell_stored(self, group: Group, slots: list[int], indices: list[int]) -> None:
         """Blocks of the tables of ``slots`` at ``indices`` became findable: an event per stretch of one table."""

@@ -117,13 +117,12 @@ def plan_groups(specs: Sequence[LayerKVSpec], support: Sequence[AttentionSupport
     return Plan(tuple(groups), buffers, page)
 
 
-def group_windows(groups: Sequence[Group]) -> list[list[Group]]:
-    """Those with a window, and together those whose windows move alike."""
-    alike: dict[tuple[str, int | None, int], list[Group]] = {}
+def alike(groups: Sequence[Group]) -> list[list[Group]]:
+    """Together those whose tables have entries, and null blocks, in the same places at all times."""
+    together: dict[tuple[str, int | None, int], list[Group]] = {}
     for group in groups:
-        if group.windowed:
-            alike.setdefault((group.kv.kind, group.kv.window, group.size), []).append(group)
-    return list(alike.values())
+        together.setdefault((group.kv.kind, group.kv.window, group.size), []).append(group)
+    return list(together.values())
 
 
 def _group_size(counts: Sequence[int]) -> int:

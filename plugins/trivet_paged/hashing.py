@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -35,27 +35,20 @@ class Hasher:
             chain = self._chains[request] = []
         have, count = len(chain), num_tokens // self._size
         if have < count:
-            self.extend([request], [chain], [count - have], tokens[have * self._size : count * self._size])
+            self.extend(chain, request, tokens[have * self._size : count * self._size])
         return chain
 
-    def extend(
-        self, requests: Sequence[Request | None], chains: Sequence[list[bytes]], counts: Sequence[int], blocks: Int32
-    ) -> None:
-        """Append ``counts[i]`` digests to the chain of ``requests[i]``. ``blocks`` are the tokens
-        ``[sum(counts), block_size]``, request after request."""
-        data, step, start = blocks.tobytes(), self._size * _TOKEN, 0
-        for request, chain, count in zip(requests, chains, counts, strict=True):
-            assert request is not None
-            parent = chain[-1] if chain else root(request.cache_tags)
-            ranged = bool(request.ranges)
-            end = start + count * step
-            while start < end:
-                content = parent + data[start : start + step]
-                if ranged:
-                    content += self._ranges(request, len(chain) * self._size)
-                parent = sha256(content).digest()
-                chain.append(parent)
-                start += step
+    def extend(self, chain: list[bytes], request: Request | None, tokens: Int32) -> None:
+        """Append the digests of further full blocks to a request's chain."""
+        assert request is not None
+        parent = chain[-1] if chain else root(request.cache_tags)
+        data, step, ranged = tokens.tobytes(), self._size * _TOKEN, bool(request.ranges)
+        for start in range(0, len(data), step):
+            content = parent + data[start : start + step]
+            if ranged:
+                content += self._ranges(request, len(chain) * self._size)
+            parent = sha256(content).digest()
+            chain.append(parent)
 
     def _ranges(self, request: Request, start: int) -> bytes:
         """What stands for the tokens of a block that take embeddings: whose, which of them, and where."""

@@ -20,7 +20,9 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, 0, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
         self.index: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
-        self._names: list[tuple[int, bytes] | None] = [None] * num_blocks
+        # Two lists, not one of tuples: the garbage collector would go through those, block by block.
+        self._digests: list[bytes | None] = [None] * num_blocks
+        self._groups = [0] * num_blocks  # of which group a digest is
         self.num_evicted = 0
 
     @property
@@ -42,10 +44,9 @@ class BlockPool:
         taken.reverse()
         for _ in range(count - len(taken)):
             block, _ = self._kept.popitem(last=False)
-            name = self._names[block]
-            assert name is not None
-            self._unname(block, name)
-            evicted.append((*name, block))
+            digest = self._digests[block]
+            assert digest is not None
+            evicted.append((self._unname(block, digest), digest, block))
             taken.append(block)
         return taken
 
@@ -56,9 +57,9 @@ class BlockPool:
 
     def give(self, blocks: Sequence[int]) -> None:
         """Nobody needs these blocks any more; the first of them is reused first."""
-        names, kept, blank = self._names, self._kept, self._blank
+        digests, kept, blank = self._digests, self._kept, self._blank
         for block in blocks:
-            if names[block] is None:
+            if digests[block] is None:
                 blank.append(block)
             else:
                 kept[block] = None
@@ -66,24 +67,26 @@ class BlockPool:
     def name(self, group: int, digests: Sequence[bytes], blocks: Sequence[int]) -> list[int]:
         """The blocks' content can be found from now on, unless other blocks hold the same; null blocks have none.
         Returns the places in the lists of those that can be found now and could not before."""
-        index, names = self.index[group], self._names
+        index, have, groups = self.index[group], self._digests, self._groups
         named: list[int] = []
         for place, (digest, block) in enumerate(zip(digests, blocks, strict=True)):
-            if block and names[block] is None and digest not in index:
+            if block and have[block] is None and digest not in index:
                 index[digest] = block
-                names[block] = group, digest
+                have[block] = digest
+                groups[block] = group
                 named.append(place)
         return named
 
     def forget(self, block: int) -> tuple[int, bytes] | None:
         """The block's content must not be found any more; returns what it was."""
-        name = self._names[block]
-        if name is not None:
-            self._unname(block, name)
-            if block in self._kept:
-                del self._kept[block]
-                self._blank.append(block)
-        return name
+        digest = self._digests[block]
+        if digest is None:
+            return None
+        group = self._unname(block, digest)
+        if block in self._kept:
+            del self._kept[block]
+            self._blank.append(block)
+        return group, digest
 
     def clear(self) -> None:
         """Nothing can be found any more."""
@@ -91,21 +94,24 @@ class BlockPool:
         self._kept.clear()
         for index in self.index:
             index.clear()
-        self._names = [None] * self.num_blocks
+        self._digests = [None] * self.num_blocks
 
-    def _unname(self, block: int, name: tuple[int, bytes]) -> None:
-        group, digest = name
+    def _unname(self, block: int, digest: bytes) -> int:
+        group = self._groups[block]
         del self.index[group][digest]
-        self._names[block] = None
+        self._digests[block] = None
         self.num_evicted += 1
+        return group
 
     def check_integrity(self) -> None:
         """Index and names agree, and only blocks with content are kept for it."""
         found = {block: (g, digest) for g, index in enumerate(self.index) for digest, block in index.items()}
-        named = {block: name for block, name in enumerate(self._names) if name is not None}
+        named = {
+            block: (self._groups[block], digest) for block, digest in enumerate(self._digests) if digest is not None
+        }
         assert found == named, "index and names of blocks disagree"
-        assert all(self._names[block] is not None for block in self._kept), "a block is kept for nothing"
-        assert all(self._names[block] is None for block in self._blank), "content is among the blank blocks"
+        assert all(self._digests[block] is not None for block in self._kept), "a block is kept for nothing"
+        assert all(self._digests[block] is None for block in self._blank), "content is among the blank blocks"
 
 
 class EventLog:
