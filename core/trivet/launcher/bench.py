@@ -181,6 +181,6 @@ def _show(report: dict[str, Any], uses: Sequence[MemoryUse]) -> None:
     )
     if any(entry["paper_token_states"] is not None for entry in report["caches"]):
         typer.echo(
-            "The paper's figures are of real conversations that arrive at a finite rate. Here requests always wait, and "
+            "The paper's figures are of real conversations, arriving at a finite rate. Here requests always wait, and "
             "their lengths share only the means and the spread with those."
         )
