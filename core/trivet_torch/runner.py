@@ -88,16 +88,17 @@ class TorchRunner(StepRunner):
         """See :meth:`trivet.roles.Runner.estimate`."""
         self._context.device = self._prepare_device()
         workspace = workspace_bytes(model, self._context.max_num_seqs, max_num_batched_tokens)
+        share = self._options.gpu_memory_utilization
         free, total = device_memory(self._device)
         on_gpu = self._device.type == "cuda"
         return MemoryEstimate(
             device=self._context.device,
-            free_bytes=max(0, free - int(total * (1 - self._options.gpu_memory_utilization))) if on_gpu else free,
+            free_bytes=max(0, int(total * share) - (total - free)) if on_gpu else free,
             workspace_bytes=workspace,
             available_bytes=available_bytes(
                 self._device,
                 workspace=workspace if on_gpu or self._profiles else 0,
-                gpu_share=self._options.gpu_memory_utilization,
+                gpu_share=share,
                 cpu_share=self._options.cpu_memory_share,
                 to_load=weight_bytes,
             ),

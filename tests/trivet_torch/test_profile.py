@@ -16,7 +16,7 @@ from worker_kit import Context, Driver, GreedySampler, SlowAttention, greedy, ma
 
 from trivet.errors import CacheMemoryError
 from trivet.plan import NewRequest, Ragged
-from trivet.roles import Drafter, DraftInputs, Drafts, WorkerInfo
+from trivet.roles import Drafter, DraftInputs, Drafts, MemoryEstimate, ModelInfo, WorkerInfo
 from trivet_sampler.sampler import TorchSampler
 from trivet_torch import trial
 from trivet_torch.options import RunnerOptions
@@ -270,6 +270,28 @@ def test_on_a_gpu_the_cache_gets_what_the_step_leaves(cuda: FakeCuda, wide: tupl
     unmeasured._device = CUDA
     estimate = unmeasured._estimate(info)  # type: ignore[arg-type]
     assert unmeasured._available_bytes(info) == before - estimate  # type: ignore[arg-type]
+
+
+def test_before_loading_a_gpu_promises_what_weights_and_a_step_would_leave(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trivet_torch.runner.resolve_device", lambda name: CUDA)
+    made = runner("nothing is loaded", "auto")
+    estimate = made.estimate(ModelInfo(VOCAB, 256, hidden_size=32), 100 * MIB, BUDGET)
+    free = 900 * MIB - 520 * MIB
+    workspace = 4 * ROWS * VOCAB * 4 + 16 * BUDGET * 32 * 4
+    assert estimate == MemoryEstimate("cuda", free, workspace, free - 100 * MIB - workspace)
+    assert made.context.device == "cuda"  # type: ignore[attr-defined]
+
+
+def test_before_loading_a_cpu_promises_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivet_torch.memory.free_ram", lambda: 1000 * MIB)
+    for profile, workspace in (("auto", 0), (True, 4 * ROWS * VOCAB * 4 + 16 * BUDGET * 32 * 4)):
+        estimate = runner("nothing is loaded", profile).estimate(
+            ModelInfo(VOCAB, 256, hidden_size=32), 100 * MIB, BUDGET
+        )
+        assert estimate.free_bytes == 1000 * MIB
+        assert estimate.available_bytes == 450 * MIB - workspace
 
 
 def test_a_step_that_does_not_fit_names_the_settings(wide: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ _OPT_IN = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"})
 _PERIODS = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4, "exaone4": 4}
 # All of whose layers have the window.
 _UNIFORM = frozenset({"mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2", "qwen3_moe"})
+_GGUF_PERIODS = {"gemma2": 2, "gemma3": 6}
 
 Layer = tuple[KVKind, int | None]
 """Kind, and tokens that it sees if not all."""
@@ -145,19 +146,20 @@ def _read_gguf(path: Path, dtype: str) -> ModelFiles:
 
 
 def _gguf_layers(arch: str, count: int, get: Callable[[str], Any]) -> tuple[Layer, ...] | None:
-    window, pattern = get("attention.sliding_window"), get("attention.sliding_window_pattern")
+    """As the loader of GGUF files reads them (:mod:`trivet_torch.weights.gguf_config`)."""
+    window = get("attention.sliding_window")
     if not window or arch.startswith("qwen"):
         return (("full", None),) * count
-    if pattern is None:
-        pattern = {"gemma2": 2, "gemma3": 6, "llama": 0, "phi3": 0}.get(arch)
-    if pattern is None:
+    if arch in {"llama", "phi3"}:
+        return (("sliding", int(window)),) * count
+    if arch not in _GGUF_PERIODS:
         return None
+    pattern = get("attention.sliding_window_pattern")
+    pattern = _GGUF_PERIODS[arch] if pattern is None else pattern
     if isinstance(pattern, int):
         return _periodic(pattern, count, int(window))
     slides = [bool(value) for value in np.asarray(pattern)]
-    if len(slides) != count:
-        return None
-    return tuple(("sliding", int(window)) if slide else ("full", None) for slide in slides)
+    return tuple(("sliding", int(window)) if slide else ("full", None) for slide in slides[:count])
 
 
 def _maximum(value: Any) -> int:

@@ -1,0 +1,72 @@
+"""The memory plan of ``trivet config check`` for real weights is what an engine then allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trivet.assembly import assemble, read_config
+from trivet.launcher._memory import GroupPlan, MemoryPlan, plan_memory
+from trivet.registry import Registry
+
+
+def planned(config: Mapping[str, Any]) -> MemoryPlan:
+    settings = read_config(config, ())
+    registry = Registry(settings)
+    try:
+        return plan_memory(settings, registry)
+    finally:
+        registry.shutdown()
+
+
+def check(path: Path, **settings: Any) -> MemoryPlan:
+    """Compare the plan with a started engine; returns the plan."""
+    cache = settings.pop("cache", {"memory": "256MiB"})
+    config = {"model": str(path), "plugins": {"cache": {"use": "paged", **cache}}, **settings}
+    plan = planned(config)
+    assert not plan.problems
+    parts = assemble(config, ())
+    try:
+        layout = parts.layout
+        assert plan.cache_bytes == layout.num_bytes
+        assert plan.num_blocks == parts.cache.stats().total
+        assert {storage.num_blocks - 1 for storage in layout.storage} == {plan.num_blocks}
+        assert plan.max_model_len == parts.max_model_len
+        assert plan.groups == [GroupPlan(len(g.layers), g.kind, g.window, g.block_size) for g in layout.groups]
+        assert plan.kv_bytes_per_token == sum(spec.bytes_per_token for spec in layout.specs)
+        assert plan.kv_dtype == layout.specs[0].dtype
+        # Buffers of the model (rotary frequencies) are no weights of the file.
+        assert plan.weights_in_memory == pytest.approx(parts.info.weight_bytes, rel=0.001)
+        assert plan.dtype == parts.info.model.dtype
+        attention = parts.executor._worker.get("attention")  # type: ignore[attr-defined]
+        tensors = [part for spec in layout.specs for part in attention.kv(spec.layer)]
+        buffers = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        assert plan.cache_bytes == sum(buffers.values())
+    finally:
+        parts.shutdown()
+    return plan
+
+
+def test_gemma_from_a_gguf_file(demo_model: Path) -> None:
+    plan = check(demo_model)
+    assert [group.window for group in plan.groups] == [512] * 5 + [None]
+    assert plan.dtype == "float32"
+
+
+def test_gemma_from_a_folder(real_model: Callable[[str], Path]) -> None:
+    plan = check(real_model("gemma270/hf"), max_num_batched_tokens=512)
+    assert [group.window for group in plan.groups] == [512] * 5 + [None]
+    assert plan.dtype == "bfloat16"
+    short = check(real_model("gemma270/hf"), max_model_len=512)
+    assert [(group.layers, group.window) for group in short.groups] == [(18, None)], "a window as long as the context"
+    check(real_model("gemma270/hf"), cache={"memory": "64MiB", "block_size": 32, "dtype": "fp8_e4m3"})
+
+
+@pytest.mark.parametrize("name", ["qwen05/hf", "qwen05/model.gguf"])
+def test_qwen(real_model: Callable[[str], Path], name: str) -> None:
+    plan = check(real_model(name))
+    assert [(group.layers, group.kind) for group in plan.groups] == [(24, "full")]
+    check(real_model(name), cache={"num_blocks": 300}, max_model_len=1024)
