@@ -35,21 +35,51 @@ class Handler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Temperature:
+    """Llama 4's factor of queries in layers without rotary embedding: ``1 + factor * log(1 + floor((p + 1) /
+    interval))`` at position ``p`` (after "Scalable-Softmax Is Superior for Attention", 2025)."""
+
+    interval: float
+    factor: float
+
+    def apply(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """``query`` ``[1, num_heads, T, head_dim]`` for tokens at ``positions`` ``[T]``, in its own dtype."""
+        scales = torch.log1p(torch.floor((positions.float() + 1.0) / self.interval)) * self.factor + 1.0
+        return (query * scales[:, None]).to(query.dtype)
+
+
+def take_temperature(module: Any) -> Temperature | None:
+    """The temperature of an attention module, which from now on leaves it to the caller: it would take the places of
+    tokens in the batch for their positions."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return None
+    module.attn_temperature_tuning = False
+    return Temperature(module.floor_scale, module.attn_scale)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """How a model calls attention in one layer."""
 
     index: int
     window: int | None
+    temperature: Temperature | None = None
 
 
 class PagedHandler:
     """Sends the attention calls of one forward pass to the attention provider."""
 
-    __slots__ = ("_attention", "_layers", "_metas")
+    __slots__ = ("_attention", "_layers", "_metas", "_positions")
 
-    def __init__(self, attention: Attention, layers: dict[int, Layer], metas: list[AttentionMetadata]) -> None:
-        """``layers`` by module identity; ``metas`` by layer index."""
-        self._attention, self._layers, self._metas = attention, layers, metas
+    def __init__(
+        self,
+        attention: Attention,
+        layers: dict[int, Layer],
+        metas: list[AttentionMetadata],
+        positions: torch.Tensor,
+    ) -> None:
+        """``layers`` by module identity; ``metas`` by layer index; ``positions`` ``[T]`` of the tokens."""
+        self._attention, self._layers, self._metas, self._positions = attention, layers, metas, positions
 
     def attend(
         self,
@@ -61,6 +91,8 @@ class PagedHandler:
     ) -> torch.Tensor:
         layer = self._layers[id(module)]
         scale = given.get("scaling")
+        if layer.temperature is not None:
+            query = layer.temperature.apply(query, self._positions)
         out: torch.Tensor = self._attention.forward(
             layer.index,
             query[0].transpose(0, 1),

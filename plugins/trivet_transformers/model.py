@@ -10,11 +10,11 @@ import torch
 
 from trivet.errors import ModelLoadError
 from trivet.model_source import resolve_model
-from trivet.roles.kv import LayerKVSpec
+from trivet.roles.kv import KVKind, LayerKVSpec
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
 from trivet_torch.weights import load_causal_lm
-from trivet_transformers.interface import KEYWORD, NAME, Layer, PagedHandler, register
-from trivet_transformers.probe import LayerCall, head_of, probe, text_config, windows
+from trivet_transformers.interface import KEYWORD, NAME, Layer, PagedHandler, register, take_temperature
+from trivet_transformers.probe import body_of, head_of, probe, spans, text_config
 from trivet_transformers.rope import check_rope
 
 if TYPE_CHECKING:
@@ -62,7 +62,15 @@ class TransformersModel(Model):
             )
         self._max_len = min(longest, config.max_model_len or longest)
         check_rope(name, decoder, self._max_len)
-        self._windows = windows(self._calls, decoder)
+        # A window as long as the context hides nothing.
+        self._spans: list[tuple[KVKind, int | None]] = [
+            ("full", None) if window is None or window >= self._max_len else (kind, window)
+            for kind, window in spans(self._calls, decoder)
+        ]
+        self._layers = {
+            id(call.module): Layer(index, window, take_temperature(call.module))
+            for index, (call, (_, window)) in enumerate(zip(self._calls, self._spans, strict=True))
+        }
         self._install_hooks()
         return ModelInfo(
             vocab_size=vocab_size,
@@ -77,28 +85,23 @@ class TransformersModel(Model):
 
     def kv_specs(self) -> list[LayerKVSpec]:
         dtype = str(self._dtype).removeprefix("torch.")
-        specs: list[LayerKVSpec] = []
-        for index, (call, window) in enumerate(zip(self._calls, self._windows, strict=True)):
-            # A window as long as the context hides nothing.
-            sliding = window is not None and window < self._max_len
-            specs.append(
-                LayerKVSpec(
-                    layer=index,
-                    kind="sliding" if sliding else "full",
-                    num_kv_heads=call.num_kv_heads,
-                    head_dim=call.head_dim,
-                    dtype=dtype,
-                    window=window if sliding else None,
-                    v_head_dim=None if call.v_head_dim == call.head_dim else call.v_head_dim,
-                )
+        return [
+            LayerKVSpec(
+                layer=index,
+                kind=kind,
+                num_kv_heads=call.num_kv_heads,
+                head_dim=call.head_dim,
+                dtype=dtype,
+                window=window,
+                v_head_dim=None if call.v_head_dim == call.head_dim else call.v_head_dim,
             )
-        return specs
+            for index, (call, (kind, window)) in enumerate(zip(self._calls, self._spans, strict=True))
+        ]
 
     def bind(self, attention: Attention, layout: KVLayout) -> None:
         self._attention = attention
         groups = {layer: group.index for group in layout.groups for layer in group.layers}
         self._groups = [groups[index] for index in range(len(self._calls))]
-        self._layers = {id(call.module): self._layer(index, call) for index, call in enumerate(self._calls)}
 
     @property
     def weight_bytes(self) -> int:
@@ -126,12 +129,12 @@ class TransformersModel(Model):
             "input_ids": batch.input_ids[None],
             "position_ids": batch.positions[None],
             "use_cache": False,
-            KEYWORD: PagedHandler(self._attention, self._layers, metas),
+            KEYWORD: PagedHandler(self._attention, self._layers, metas, batch.positions),
         }
         rows: torch.Tensor = batch.logits_indices
         try:
             if len(rows) == 0:
-                self._model.base_model(**given)
+                body_of(self._model)(**given)
                 logits = None
             else:
                 if self._takes_rows:
@@ -148,14 +151,11 @@ class TransformersModel(Model):
 
     # ------------------------------------------------------------------ parts
 
-    def _layer(self, index: int, call: LayerCall) -> Layer:
-        return Layer(index, self._windows[index])
-
     def _install_hooks(self) -> None:
         """Keep what the body returns, and let only the wanted rows into a head that cannot choose them itself."""
         model: PreTrainedModel = self._model
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._hooks = [model.base_model.register_forward_hook(self._keep_hidden)]
+        self._hooks = [body_of(model).register_forward_hook(self._keep_hidden)]
         if not self._takes_rows:
             head = head_of(model)
             assert head is not None, "the probe refuses models without a head"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trivet.errors import ModelLoadError
+from trivet.roles.kv import KVKind
 from trivet_transformers.interface import KEYWORD
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ _KNOWN = frozenset({
     "layer_idx", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "deterministic", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 })  # fmt: skip
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +107,33 @@ def probe(location: str, model: PreTrainedModel) -> tuple[list[LayerCall], int]:
     return recorder.calls, output.logits.shape[-1]
 
 
+def body_of(model: PreTrainedModel) -> torch.nn.Module:
+    """The module that computes hidden states; the model itself when there is none of its own."""
+    if model.base_model is not model:
+        return model.base_model
+    # The prefix of Llama 4's text model is its place in the larger one; its body has the name that most have.
+    body: torch.nn.Module = getattr(model, "model", model)
+    return body
+
+
 def head_of(model: PreTrainedModel) -> torch.nn.Module | None:
     """The module that maps hidden states to logits; None when there is none of its own."""
     return model.get_output_embeddings()  # type: ignore[no-any-return, no-untyped-call]
 
 
-def windows(calls: list[LayerCall], config: Any) -> list[int | None]:
-    """The sliding window of every layer. The layer types decide, as they do for transformers' own mask; without them,
-    what each layer hands to its attention."""
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return [call.window for call in calls]
-    common = getattr(config, "sliding_window", None)
-    return [
-        (call.window or common) if kind == "sliding_attention" else None
-        for call, kind in zip(calls, types, strict=False)
-    ]
+def spans(calls: list[LayerCall], config: Any) -> list[tuple[KVKind, int | None]]:
+    """The kind of every layer and the length of its window or chunks. The layer types decide, as they do for
+    transformers' own mask; without them, what each layer hands to its attention."""
+    found: list[tuple[KVKind, int | None]] = []
+    for call, layer_type in zip(calls, getattr(config, "layer_types", None) or [None] * len(calls), strict=False):
+        window = call.window if layer_type in {None, "sliding_attention"} else None
+        if layer_type == "sliding_attention":
+            window = window or getattr(config, "sliding_window", None)
+        elif layer_type == "chunked_attention":
+            window = config.attention_chunk_size
+        kind: KVKind = "chunked" if layer_type == "chunked_attention" else "sliding"
+        found.append(("full", None) if window is None else (kind, window))
+    return found
 
 
 def _check_kind(model: PreTrainedModel, config: Any, refuse: _Refusal) -> None:
@@ -129,16 +143,20 @@ def _check_kind(model: PreTrainedModel, config: Any, refuse: _Refusal) -> None:
         raise refuse("it does not use transformers' attention interface")
     if getattr(config, "alibi", False):
         raise refuse("it biases attention by distance (ALiBi), which the attention interface does not carry")
-    parameters = inspect.signature(model.base_model.forward).parameters
-    if "position_ids" not in parameters:
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()) and not getattr(
+        config, "attention_chunk_size", None
+    ):
+        raise refuse("it has layers of type chunked_attention, and config.json lacks attention_chunk_size")
+    body = body_of(model)
+    if "position_ids" not in inspect.signature(body.forward).parameters:
         raise refuse("its forward takes no position_ids")
-    if model.base_model is model or head_of(model) is None:
+    if body is model or head_of(model) is None:
         raise refuse("it has no separate body and head")
 
 
 def _check_layers(calls: list[LayerCall], config: Any, refuse: _Refusal) -> None:
     types = list(getattr(config, "layer_types", None) or [])
-    other = sorted({kind for kind in types if kind not in {"full_attention", "sliding_attention"}})
+    other = sorted({kind for kind in types if kind not in _LAYER_TYPES})
     if other:
         raise refuse(f"its layers of type {', '.join(other)} need more than keys and values of a window")
     expected = config.num_hidden_layers
