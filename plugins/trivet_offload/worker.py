@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from trivet.roles.connector import TransferReport, TransferWorker
 from trivet_offload.background import Background
 from trivet_offload.fingerprint import describe, digest, facts, folder, rank_folder
@@ -20,7 +22,7 @@ from trivet_offload.segments import SegmentStore
 
 if TYPE_CHECKING:
     from trivet.context import WorkerContext
-    from trivet.plan import Transfer
+    from trivet.plan import Transfer, UInt8
     from trivet.roles import Attention
     from trivet_offload.options import OffloadOptions
 
@@ -75,6 +77,8 @@ class OffloadWorker(TransferWorker):
         self._disk: SegmentStore | None = None
         self._background: Background | None = None
         self._lost = False
+        #: rows that content waited in to be written: memory that was touched before is faster
+        self._spare: list[UInt8] = []
 
     def bind(self, attention: Attention | None) -> None:
         assert attention is not None, "a cache tier needs a storage"
@@ -156,8 +160,16 @@ class OffloadWorker(TransferWorker):
                     self._lost = True
                     _logger.warning("the disk is slower than blocks are evicted; some are dropped and computed again")
                 continue
-            content = self._mover.host[slot, : tag.size].copy()
-            background.add(partial(disk.write, place, tag.generation, tag.key, content), tag.size)
+            row = self._spare.pop() if self._spare else np.empty(self._mover.host.shape[1], np.uint8)
+            row[: tag.size] = self._mover.host[slot, : tag.size]
+            background.add(partial(self._write, disk, place, tag, row), tag.size)
+
+    def _write(self, disk: SegmentStore, place: int, tag: Tag, row: UInt8) -> None:
+        """In the background."""
+        try:
+            disk.write(place, tag.generation, tag.key, row[: tag.size])
+        finally:
+            self._spare.append(row)
 
     def _read(self, entry: _Open, generation: int, reads: Sequence[_Read], after: Any) -> None:
         """In the background: fill blocks, and rows that are to have their content too."""
