@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trivet.roles import Allocation, Cache, Connector, ScheduleInputs
 
 
+_NO_COPIES: Int32 = np.empty((0, 2), np.int32)
 _LAST, _DEVICE = np.uint8(LogitsRows.LAST), np.uint8(InputSource.DEVICE)  # their opposites are 0
 
 
@@ -336,7 +337,9 @@ class Planner:
         after = before + counts
         base = t.num_known[slots] + drawn
         samples = after >= base
-        source = ((drawn > 0) & samples) * _DEVICE
+        source = np.zeros(len(slots), np.uint8)
+        if self._feedback:
+            source = ((drawn > 0) & samples) * _DEVICE
         pools = np.zeros(len(slots), np.bool_)
         if np.count_nonzero(t.pooled):
             pools = samples & t.pooled[slots]
@@ -428,6 +431,6 @@ class Planner:
 
     def _block_deltas(self) -> tuple[list[BlockDelta], list[Int32], list[Int32]]:
         deltas = [block_delta(s, b) for s, b in zip(self._block_slots, self._blocks, strict=True)]
-        copies = [np.array(c, np.int32).reshape(-1, 2) for c in self._copies]
-        zeroing = [np.array(z, np.int32) for z in self._zeroing]
+        copies = [np.array(c, np.int32).reshape(-1, 2) if c else _NO_COPIES for c in self._copies]
+        zeroing = [np.array(z, np.int32) if z else EMPTY_I32 for z in self._zeroing]
         return deltas, copies, zeroing

@@ -88,6 +88,8 @@ def block_delta(slots: list[int], blocks: list[int]) -> BlockDelta:
     if not slots:
         return BlockDelta(EMPTY_I32, Ragged.empty())
     s = np.array(slots, np.int32)
+    if len(set(slots)) == len(slots):
+        return BlockDelta(s, Ragged(np.arange(len(s) + 1, dtype=np.int32), np.array(blocks, np.int32)))
     changes = (s[1:] != s[:-1]).nonzero()[0]
     offsets = np.zeros(len(changes) + 2, np.int32)
     offsets[1:-1] = changes + 1

@@ -135,7 +135,8 @@ class RequestTable:
         self.prompt_logprobs: Bool = np.zeros(n, np.bool_)
         #: untouched pages of this matrix cost no memory
         self.tokens: Int32 = np.zeros((n, max_model_len), np.int32)
-        self.stop_ids: Int32 = np.full((n, _STOP_IDS), -1, np.int32)
+        #: column by column in memory, as they are read
+        self.stop_ids: Int32 = np.full((n, _STOP_IDS), -1, np.int32, order="F")
         self._stop_width = 0  # columns that were ever used
         #: slot → all of its stop ids, where there are more than the columns hold
         self.many_stop_ids: dict[int, Int32] = {}
@@ -226,7 +227,7 @@ class RequestTable:
         """``[n]`` whether ``tokens[i]`` is a stop id of ``slots[i]``."""
         found: Bool = np.zeros(len(tokens), np.bool_)
         for column in range(self._stop_width):
-            found |= self.stop_ids[slots, column] == tokens
+            found |= self.stop_ids[:, column][slots] == tokens
         for slot, ids in self.many_stop_ids.items():
             own = slots == slot
             found[own] = np.isin(tokens[own], ids)
