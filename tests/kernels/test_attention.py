@@ -29,6 +29,7 @@ class Case:
     seq_lens: Tensor
     block_table: Tensor
     window: int | None = None
+    chunked: bool = False
     tree_lens: Tensor | None = None
     tree_mask: Tensor | None = None
 
@@ -43,6 +44,7 @@ class Case:
             self.block_table,
             self.block_size,
             window=self.window,
+            chunked=self.chunked,
             tree_lens=self.tree_lens,
             tree_mask=self.tree_mask,
         )
@@ -58,6 +60,7 @@ class Case:
             seq_lens=self.seq_lens,
             block_table=self.block_table,
             window=self.window,
+            chunked=self.chunked,
             tree_lens=self.tree_lens,
             tree_mask=self.tree_mask,
             scale=0.3,
@@ -74,6 +77,7 @@ def make_case(
     head_dim: int = 8,
     v_head_dim: int | None = None,
     window: int | None = None,
+    chunked: bool = False,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     poison: float = torch.nan,
@@ -91,7 +95,8 @@ def make_case(
     for row, (count, seq_len) in enumerate(rows):
         blocks = [order.pop() for _ in range(needs[row])]
         table[row, : len(blocks)] = torch.tensor(blocks)
-        low = 0 if window is None else max(0, seq_len - count - window + 1)
+        first = seq_len - count
+        low = 0 if window is None else first // window * window if chunked else max(0, first - window + 1)
         table[row, : low // block_size] = torch.randint(0, num_blocks, (low // block_size,), generator=g)
         positions = torch.arange(low, seq_len)
         slots = table[row, positions // block_size].long() * block_size + positions % block_size
@@ -104,17 +109,19 @@ def make_case(
     query = torch.randn(int(counts.sum()), heads, head_dim, generator=g, dtype=torch.float64).to(dtype)
     seq_lens = torch.tensor([seq_len for _, seq_len in rows], dtype=torch.int32)
     starts = counts.cumsum(0).int()
-    return Case(query, torch.cat(keys), torch.cat(values), key_cache, value_cache, starts, seq_lens, table, window)
+    own = torch.cat(keys), torch.cat(values)
+    return Case(query, *own, key_cache, value_cache, starts, seq_lens, table, window, chunked)
 
 
 MIXED = [(1, 1), (1, 13), (3, 3), (1, 40), (20, 20), (5, 9), (18, 33), (1, 90), (1, 57), (3, 30)]
 
 
 @pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 5, 17, 1000])
 @pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}], ids="".join)
-def test_mixed_batch_equals_oracle(window: int | None, extras: dict[str, object], fresh: bool) -> None:
-    case = make_case(MIXED, window=window)
+def test_mixed_batch_equals_oracle(window: int | None, chunked: bool, extras: dict[str, object], fresh: bool) -> None:
+    case = make_case(MIXED, window=window, chunked=chunked)
     torch.testing.assert_close(case.run(fresh=fresh, **extras), case.oracle(**extras), rtol=1e-10, atol=1e-12)
 
 
@@ -146,17 +153,27 @@ def test_lower_precisions(dtype: torch.dtype, tolerance: float, extras: dict[str
     torch.testing.assert_close(out.float(), case.oracle(**extras), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 200])
 @pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
 def test_tiles_of_a_long_prefill_equal_the_whole(
-    window: int | None, extras: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    window: int | None, chunked: bool, extras: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = make_case([(300, 640)], window=window, block_size=16, dtype=torch.float32)
+    case = make_case([(300, 640)], window=window, chunked=chunked, block_size=16, dtype=torch.float32)
     whole = case.run(**extras)
     monkeypatch.setattr(attention, "_TILE", 7)
     torch.testing.assert_close(case.run(**extras), whole, rtol=1e-5, atol=1e-6)
     monkeypatch.setattr(attention, "_MAX_SCORES", 1)
     torch.testing.assert_close(case.run(**extras), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_query_sees_its_chunk_up_to_itself() -> None:
+    # Equal keys: what a query gets is the mean of the values that it sees.
+    case = make_case([(20, 20)], window=8, chunked=True, heads=2, kv_heads=2)
+    case.key_cache.fill_(1.0)
+    expected = torch.stack([case.value[p // 8 * 8 : p + 1].mean(0) for p in range(20)])
+    torch.testing.assert_close(case.run(), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(case.oracle(), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_window_of_one_sees_only_the_token_itself_in_a_long_tile() -> None:
@@ -228,20 +245,22 @@ def tree_mask(parents: list[list[int]]) -> tuple[Tensor, Tensor]:
 TREES = [[-1, 0, 0, 1, -1, 4], [-1, -1, -1], [], [-1, 0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 11])
 @pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"sinks": torch.ones(4)}], ids="".join)
-def test_trees_equal_oracle(window: int | None, extras: dict[str, object]) -> None:
+def test_trees_equal_oracle(window: int | None, chunked: bool, extras: dict[str, object]) -> None:
     rows = [(1 + len(tree), 9 + 4 * len(tree)) for tree in TREES]
-    case = make_case(rows, window=window)
+    case = make_case(rows, window=window, chunked=chunked)
     case.tree_lens, case.tree_mask = tree_mask(TREES)
     torch.testing.assert_close(case.run(**extras), case.oracle(**extras), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_path_of_a_tree_equals_the_chain(window: int | None) -> None:
+def test_a_path_of_a_tree_equals_the_chain(window: int | None, chunked: bool) -> None:
     """What a node gets is what it would get if its ancestors were the only tokens after the known ones."""
     parents = [-1, 0, 0, 2, 3, 1]
-    case = make_case([(1 + len(parents), 20)], window=window, block_size=1)
+    case = make_case([(1 + len(parents), 20)], window=window, chunked=chunked, block_size=1)
     case.tree_lens, case.tree_mask = tree_mask([parents])
     out = case.run()
     path = [0, 2, 3, 4]
@@ -277,6 +296,7 @@ def test_rows_without_queries_are_left_out() -> None:
     rows=st.lists(st.tuples(st.integers(1, 24), st.integers(0, 40)), min_size=1, max_size=5),
     block_size=st.integers(1, 9),
     window=st.none() | st.integers(1, 45),
+    chunked=st.booleans(),
     group=st.integers(1, 3),
     softcap=st.none() | st.just(1.5),
     sinks=st.booleans(),
@@ -287,6 +307,7 @@ def test_any_batch_equals_oracle(
     rows: list[tuple[int, int]],
     block_size: int,
     window: int | None,
+    chunked: bool,
     group: int,
     softcap: float | None,
     sinks: bool,
@@ -294,6 +315,7 @@ def test_any_batch_equals_oracle(
     seed: int,
 ) -> None:
     rows = [(count, count + before) for count, before in rows]
-    case = make_case(rows, block_size=block_size, window=window, heads=2 * group, head_dim=4, seed=seed)
+    shape = {"block_size": block_size, "heads": 2 * group, "head_dim": 4}
+    case = make_case(rows, window=window, chunked=chunked, seed=seed, **shape)
     extras = {"softcap": softcap, "sinks": torch.linspace(-1, 1, 2 * group, dtype=torch.float64) if sinks else None}
     torch.testing.assert_close(case.run(fresh=fresh, **extras), case.oracle(**extras), rtol=1e-9, atol=1e-11)

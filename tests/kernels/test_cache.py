@@ -12,6 +12,7 @@ from trivet_kernels.reference.cache import (
     read_tokens,
     reshape_and_cache,
     token_view,
+    widened,
     zero_blocks,
 )
 
@@ -52,6 +53,22 @@ def test_tokens_are_converted_to_the_cache_dtype() -> None:
     tokens = torch.tensor([[[1.00390625]]])
     reshape_and_cache(tokens, tokens, cache, cache.clone(), torch.tensor([3]))
     assert cache[1, 1, 0, 0].item() == tokens.bfloat16().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dense", [True, False])
+def test_eight_bit_floats_are_written_bounded_and_read_as_they_are(dtype: torch.dtype, dense: bool) -> None:
+    most = torch.finfo(dtype).max
+    cache = torch.zeros(BLOCKS, SIZE * HEADS * DIM + (0 if dense else 5), dtype=torch.uint8).view(dtype)
+    cache = cache[:, : SIZE * HEADS * DIM].unflatten(1, (SIZE, HEADS, DIM))
+    tokens = torch.tensor([1e9, -torch.inf, 1.0, -0.75, 0.0, torch.nan]).view(1, HEADS, DIM)
+    reshape_and_cache(tokens, 2 * tokens, cache, values := cache.clone(), torch.tensor([9]))
+    read = read_tokens(cache, torch.tensor([9, 0]))
+    assert read.dtype is dtype
+    expected = torch.tensor([[most, -most, 1.0, -0.75, 0.0, torch.nan], [0.0] * 6]).view(2, HEADS, DIM)
+    torch.testing.assert_close(read.float(), expected, rtol=0, atol=0, equal_nan=True)
+    assert read_tokens(values, torch.tensor([9]))[0, 0, 2].item() == 2.0
+    assert widened(read, torch.bfloat16, torch.tensor([0.5, 4.0]))[0, 1, 0].item() == -3.0
 
 
 def test_writing_a_large_view_does_not_copy_it() -> None:
