@@ -78,9 +78,15 @@ def make_mover(attention: Attention, layout: KVLayout, slots: int, slot_bytes: i
             f"the attention plugin keeps blocks of {max(sizes)} bytes where the KV layout says {slot_bytes}; the cache "
             "tier 'offload' cannot serve it, remove it from plugins.cache_tier or select another attention plugin"
         )
-    kind = CudaMover if any(part.is_cuda for parts in groups for part in parts) else CpuMover
+    movers: dict[str, type[CpuMover | CudaMover]] = {"cpu": CpuMover, "cuda": CudaMover}
+    device = groups[0][0].device.type
+    if device not in movers:
+        raise TrivetError(
+            f"the cache tier 'offload' serves KV caches on cpu and cuda, not on {device}; remove it from "
+            "plugins.cache_tier"
+        )
     try:
-        return kind(groups, slots, slot_bytes)
+        return movers[device](groups, slots, slot_bytes)
     except (RuntimeError, MemoryError) as exc:
         raise TrivetError(
             f"plugins.cache_tier.offload.host_memory: {format_size(slots * slot_bytes)} cannot be allocated ({exc}); "
@@ -89,13 +95,17 @@ def make_mover(attention: Attention, layout: KVLayout, slots: int, slot_bytes: i
 
 
 def _bytes(cache: Tensor) -> Tensor:
-    """``[num_blocks, ...]`` uint8 over the same memory, with as few dimensions as its strides allow."""
-    pages = cache.view(torch.uint8)
+    """``[num_blocks, ...]`` uint8 over the same memory, whatever its strides; ``[num_blocks, page_bytes]`` where the
+    bytes of a block lie together."""
+    inner = sorted((d for d in range(1, cache.dim()) if cache.shape[d] > 1), key=cache.stride, reverse=True)
+    shape = (len(cache), *(cache.shape[d] for d in inner), 1)
+    strides = (cache.stride(0), *(cache.stride(d) for d in inner), 1)
+    pages = cache.as_strided(shape, strides).view(torch.uint8)
     return pages.flatten(1) if pages[0].is_contiguous() else pages
 
 
 class CpuMover(Mover):
-    """Plain copies, complete when the call returns. On other devices than the CPU and CUDA, torch makes them wait."""
+    """Plain copies, complete when the call returns."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], slots: int, slot_bytes: int) -> None:
         self.group_bytes = tuple(sum(part[0].numel() for part in parts) for parts in groups)

@@ -188,3 +188,38 @@ def test_arrays_of_numpy_are_shared() -> None:
     assert rig.load((0, 5, b"a"))[0]
     assert (arrays.words[5] == expected).all()
     assert not arrays.words[:5].any()
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 2, 3, 1), (3, 0, 1, 2), (1, 0, 2, 3)])
+def test_storage_may_have_its_axes_in_any_order(order: tuple[int, ...]) -> None:
+    """``order``: the axes of blocks, positions, heads and head dimension as they lie in memory."""
+
+    class Axes:
+        def __init__(self) -> None:
+            shape = (40, 4, 2, 3)
+            memory = torch.randn(*(shape[axis] for axis in order), 2)
+            back = [order.index(axis) for axis in range(4)]
+            self.parts = tuple(memory[..., i].permute(*back) for i in range(2))
+
+        def kv(self, layer: int) -> tuple[torch.Tensor, ...]:
+            return self.parts
+
+    axes = Axes()
+    layout = kit.make_layout()
+    rig = kit.Rig(layout, kit.options(4, layout), axes)
+    rig.store((0, 3, b"a"))
+    expected = [part.clone() for part in axes.parts]
+    for part, whole in zip(axes.parts, expected, strict=True):
+        part[[3, 5]] = 0
+        whole[5], whole[3] = whole[3].clone(), 0
+    assert rig.load((0, 5, b"a"))[0]
+    assert all(torch.equal(part, whole) for part, whole in zip(axes.parts, expected, strict=True))
+
+
+def test_a_device_that_it_does_not_know_is_refused() -> None:
+    layout = kit.make_layout()
+    storage = kit.Storage(layout)
+    storage.layers = {layer: (k.to("meta"), v.to("meta")) for layer, (k, v) in storage.layers.items()}
+    worker = OffloadWorker(kit.context(layout), kit.options(4, layout))
+    with pytest.raises(TrivetError, match="serves KV caches on cpu and cuda, not on meta; remove it from"):
+        worker.bind(storage)
