@@ -70,6 +70,11 @@ class ContiguousCache(Cache):
         """See :meth:`Cache.fits`; no reservation is longer than ``max_model_len``, for which there is memory."""
         return num_tokens <= self._max_model_len
 
+    def request_blocks(self, num_tokens: int) -> int:
+        """See :meth:`Cache.request_blocks`: what the longest reservation that it may get is rounded up to."""
+        tokens = num_tokens if self._rule == "oracle" else self._max_model_len
+        return self._allocator.size_of(-(-tokens // self.block_size))
+
     def reserved_tokens(self, request: Request) -> int:
         """Tokens that ``reservation`` sets aside for a request, before these are rounded up to blocks."""
         if self._rule == "max":

@@ -63,7 +63,8 @@ class MemoryPlan:
     groups: list[GroupPlan] = field(default_factory=list)
     cache_bytes: int | None = None
     num_blocks: int | None = None  #: usable ones
-    num_tokens: int | None = None  #: of requests of the full length where layers have windows
+    #: those of requests of the full length, where layers have windows or blocks are reserved
+    num_tokens: int | None = None
     num_full_requests: int | None = None
     tiers: list[TierPlan] = field(default_factory=list)
     total: int | None = None  #: weights, workspace, KV cache, and the tiers' host memory where it is the same
@@ -374,14 +375,15 @@ def _describe(plan: MemoryPlan, outcome: _Outcome) -> None:
     plan.groups = [GroupPlan(len(g.layers), g.kind, g.window, g.block_size) for g in layout.groups]
     plan.kv_bytes_per_token = sum(spec.bytes_per_token for spec in layout.specs)
     plan.kv_dtype = layout.specs[0].dtype if layout.specs else plan.kv_dtype
+    per_group = [-(-outcome.max_model_len // group.block_size) for group in layout.groups]
     blocks = cache.request_blocks(outcome.max_model_len)
-    if blocks is None and len(layout.groups) == 1:
-        blocks = -(-outcome.max_model_len // layout.groups[0].block_size)
+    if blocks is None and len(per_group) == 1:
+        (blocks,) = per_group
     if not blocks:
         return
     plan.num_full_requests = plan.num_blocks // blocks
     plan.kv_bytes_per_request = blocks * layout.num_bytes // layout.storage[0].num_blocks
-    if len(layout.groups) == 1 and layout.groups[0].kind == "full":
+    if [blocks] == per_group:
         plan.num_tokens = plan.num_blocks * layout.groups[0].block_size
     else:
         plan.num_tokens = plan.num_full_requests * outcome.max_model_len

@@ -94,6 +94,17 @@ def test_layers_with_windows_are_groups_of_their_own(site: Site, run: Run) -> No
     assert "5 x 1 layers, sliding, window 32, blocks of 16 tokens" in run("config", "check", config).out
 
 
+def test_a_cache_that_reserves_is_counted_by_its_reservations(site: Site, run: Run) -> None:
+    page = 2 * LAYER * 16
+    cache: dict[str, Any] = {"use": "contiguous", "memory": 70 * page, "reservation": "pow2"}
+    folder = model_folder(site, max_position_embeddings=160)
+    plan = memory_plan(run, model_config(site, folder, plugins={"cache": cache}))
+    assert (plan["num_blocks"], plan["num_full_requests"], plan["num_tokens"]) == (69, 6, 69 * 16)
+    plan = memory_plan(run, model_config(site, folder, plugins={"cache": {**cache, "allocator": "buddy"}}))
+    assert (plan["num_blocks"], plan["num_full_requests"], plan["num_tokens"]) == (69, 4, 4 * 160)
+    assert plan["kv_bytes_per_request"] == 16 * page, "ten blocks, rounded up to a power of two"
+
+
 def test_chunks_are_windows_that_begin_anew(site: Site, run: Run) -> None:
     chunked = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 64}
     plan = memory_plan(run, model_config(site, model_folder(site, **chunked)))
