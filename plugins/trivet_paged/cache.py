@@ -108,18 +108,20 @@ class PagedCache(Cache):
         count = known // self.block_size
         if self._table.prompt_logprobs[slot]:
             return CacheHit()
-        found = self._lookup.longest(chain[:count], known - 1)
+        if len(chain) > count:
+            chain = chain[:count]
+        found = self._lookup.longest(chain, known - 1)
         if not self._affordable(found, known):
             # It will not get in, so what it would share keeps its place in the order of reuse.
             return CacheHit()
         ready = min([found.num_tokens, *(i * self._groups[g].size for g, i, _ in found.loads)]) // self.block_size
-        if self._sharing.wait(request, chain[:count], ready, known):
+        if self._sharing.wait(request, chain, ready, known):
             return CacheHit()
         loads = self._enter(slot, request, found)
         self._queries += known
         self._hits += found.num_tokens
         self._tier_hits += found.num_tokens - ready * self.block_size
-        self._sharing.lead(slot, chain[:count], ready)
+        self._sharing.lead(slot, chain, ready)
         return CacheHit(found.num_tokens, loads)
 
     def _affordable(self, found: Found, known: int) -> bool:
