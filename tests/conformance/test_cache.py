@@ -10,19 +10,34 @@ from trivet.testing.suites import CacheSuite
 
 class TestPaged(CacheSuite):
     use = "paged"
-    on_demand = True
+    on_demand = finds_prefixes = True
 
 
-class TestPagedOneTokenPerBlock(CacheSuite):
-    use = "paged"
-    on_demand = True
+class TestPagedOneTokenPerBlock(TestPaged):
     options = {"block_size": 1}
 
 
-class TestPagedBlocksOfFive(CacheSuite):
-    use = "paged"
-    on_demand = True
+class TestPagedBlocksOfFive(TestPaged):
     options = {"block_size": 5, "num_blocks": 20}
+
+
+class TestPagedWithATier(TestPaged):
+    options = {"block_size": 4}
+    tiers = (30,)
+
+
+class TestPagedHybrid(TestPaged):
+    """Two full layers, a sliding and a chunked one, and one whose blocks are twice as long."""
+
+    options = {"block_size": 4}
+    kinds = ("full", "sliding", "full", "chunked")
+    windows = (None, 6, None, 8)
+    heads = (2, 2, 2, 1)
+
+
+class TestPagedWithoutPrefixCache(TestPaged):
+    options = {"block_size": 4, "prefix_caching": False}
+    finds_prefixes = False
 
 
 class TestContiguous(CacheSuite):

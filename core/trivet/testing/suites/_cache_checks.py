@@ -54,9 +54,10 @@ class CacheChecks(ABC):
         self.leases: dict[int, tuple[bool, dict[Block, list[Cell]]]] = {}
         self.held: dict[str, Hold] = {}
         self.loads: list[_Load] = []
-        self._stores: list[tuple[Transfer, int, bool]] = []
+        self.stores: list[tuple[Transfer, int, bool]] = []
         self._copies: list[tuple[Block, Block, int]] = []
-        self._damaged: set[Block] = set()  # nobody relies on these any more
+        self._count = 0
+        self.damaged: set[Block] = set()  # nobody relies on these any more
         self._open = False  # more admissions are to follow in the plan
         self._zeroing: list[Block] = []
         self._rng = random.Random(seed)
@@ -204,10 +205,10 @@ class CacheChecks(ABC):
     def flush(self) -> None:
         """The plan ends: stores that block are read, then blocks are copied, then loads that block are written."""
         self._open = False
-        for store, lease, ok in self._stores:
+        for store, lease, ok in self.stores:
             self.cache.transfer_ended(store, ok=ok)
             self.cache.settle(lease)
-        self._stores.clear()
+        self.stores.clear()
         for store in self.cache.take_stores():
             self._store(store)
         for block in self._zeroing:
@@ -230,6 +231,8 @@ class CacheChecks(ABC):
     def _store(self, store: Transfer) -> None:
         tier = self.tiers[store.endpoint]
         require(store.blocking, "blocks that are evicted are read before anything is written", Cache.take_stores)
+        self._count += 1
+        store.transfer_id = self._count
         ok = self._rng.random() < 0.9
         for group, block, key in self._pairs(store):
             place = (group.pool, block)
@@ -237,7 +240,7 @@ class CacheChecks(ABC):
             if ok and key in tier.content:
                 tier.content[key] = list(self.memory.cells(place)[: group.size])
                 self.num_stored += 1
-        self._stores.append((store, self.cache.lease([EMPTY_I32 for _ in self.groups]), ok))
+        self.stores.append((store, self.cache.lease([EMPTY_I32 for _ in self.groups]), ok))
 
     def _pairs(self, transfer: Transfer) -> list[tuple[Group, int, bytes]]:
         blocks = [(g, int(b)) for g, row in zip(self.groups, transfer.blocks, strict=True) for b in row.tolist()]
@@ -273,9 +276,11 @@ class CacheChecks(ABC):
                     table=table,
                 )
                 filling |= {(group.pool, b) for b in row.tolist() if b}
+            self._count += 1
+            transfer.transfer_id = self._count
             lease = self.cache.lease(transfer.blocks)
-            self.keep(lease, False, {block: [] for block in filling})
             self.loads.append(_Load(transfer, lease, filling))
+            self.leases[lease] = False, {block: [] for block in filling}
             live.loading += 1
             self.tier_hits += 1
 
@@ -285,12 +290,12 @@ class CacheChecks(ABC):
         self.loads.remove(load)
         bad: list[list[int]] = [[] for _ in self.groups]
         for group, block, key in self._pairs(transfer):
-            cells = tier.content.get(key)
-            place = (group.pool, block)
+            cells, place = tier.content.get(key), (group.pool, block)
             self.memory.may_be_written(place, transfer.slot if self.is_live(transfer.slot, transfer.epoch) else -1)
             if cells is None or self._rng.random() < lost:
                 bad[group.index].append(block)
                 self.memory.spoil(place)
+                self.damaged.add(place)
                 continue
             for offset, cell in enumerate(cells):
                 self.memory.write(
@@ -307,7 +312,9 @@ class CacheChecks(ABC):
             live = self.live[transfer.slot]
             live.loading -= 1
             if failed:
-                self.rewind(transfer.slot, self._valid_until(transfer, bad if named else []))
+                # The table was made for this content: the request is admitted anew.
+                self.preempt(transfer.slot)
+        self.damaged.clear()
         self.sync()
         self.check()
 
@@ -315,22 +322,15 @@ class CacheChecks(ABC):
         """Whether an admission still has its slot."""
         return bool(self.table.epoch[slot] == epoch)
 
-    def _valid_until(self, transfer: Transfer, bad: Sequence[Sequence[int]]) -> int:
-        valid = transfer.start_token + transfer.num_tokens if bad else transfer.start_token
-        for group, row, damaged in zip(self.groups, transfer.blocks, bad, strict=False):
-            hits = np.flatnonzero(np.isin(row, damaged))
-            if len(hits):
-                valid = min(valid, transfer.start_token + int(hits[0]) * group.size)
-        return valid
-
     def lose(self, bad: Sequence[Sequence[int]], slot: int) -> None:
-        """Blocks are damaged: the cache names who has them; they are preempted, all but ``slot``."""
+        """Blocks are damaged: the cache names who has them; they are preempted, all but ``slot``. The caller clears
+        :attr:`damaged` when that one has been seen to."""
         named = self.cache.invalidate([np.array(blocks, np.int32) for blocks in bad])
         self.sync()
-        self._damaged = {
+        self.damaged = {
             (g.pool, block) for g, blocks in zip(self.groups, bad, strict=True) for block in blocks if block
         }
-        for place in self._damaged:
+        for place in self.damaged:
             self.memory.spoil(place)
             for _, cells in self.leases.values():
                 if place in cells:
@@ -342,7 +342,6 @@ class CacheChecks(ABC):
             elif int(self.table.num_computed[other]) > tokens:
                 # Two requests must not both compute into one block.
                 self.preempt(other)
-        self._damaged.clear()
 
     def rewind(self, slot: int, valid: int) -> None:
         """A request computes again what comes after ``valid`` tokens."""
@@ -370,7 +369,7 @@ class CacheChecks(ABC):
 
     def check(self) -> None:
         """Every live request finds what it needs, nothing that is kept has changed, blocks add up."""
-        filling = self._damaged.union({target for _, target, _ in self._copies}, *(load.filling for load in self.loads))
+        filling = self.damaged.union({target for _, target, _ in self._copies}, *(load.filling for load in self.loads))
         for slot, live in self.live.items():
             tables = self.read(slot)
             self._check_table(live, self.tables[slot], tables)
@@ -470,7 +469,7 @@ class CacheChecks(ABC):
                     cells = found.setdefault((group.pool, block), [None] * group.size)
                     names = live.names[index * group.size : min((index + 1) * group.size, live.computed)]
                     cells[: len(names)] = [(group.index, name) for name in names]
-        filling = self._damaged.union(*(load.filling for load in self.loads))
+        filling = self.damaged.union(*(load.filling for load in self.loads))
         return {block: [] if block in filling else cells for block, cells in found.items()}
 
     def _holders(self, block: Block, slot: int) -> list[str]:

@@ -17,8 +17,8 @@ MAX_MODEL_LEN = 40
 MAX_NUM_SEQS = 5
 LENGTHS = (1, 4, 8, 9, 16, 17, 24, 31, 39)
 #: place at which a prompt differs from the others of its kind; most do not
-CHANGES = (99, 99, 0, 5, 9, 17)
-TAGS: tuple[dict[str, bytes], ...] = ({}, {}, {"adapter": b"a"}, {"cache_salt": b"a"})
+CHANGES = (99, 99, 99, 99, 0, 5, 9, 17)
+TAGS: tuple[dict[str, bytes], ...] = ({}, {}, {}, {}, {"adapter": b"a"}, {"cache_salt": b"a"})
 #: images in the prompt, if it is long enough
 RANGES: tuple[tuple[PromptRange, ...], ...] = (
     *[()] * 6,
@@ -62,13 +62,15 @@ class Lives:
     ) -> None:
         """A request comes; one whose prompt is computed at once makes it findable."""
         self._make_room(kind, at_once=computed)
-        prompt = [(kind + i) % 5 for i in range(length)]
+        prompt = [(kind + i) % 5 + kind // 5 for i in range(length)]
         if changed < length:
             prompt[changed] = 7
         how = dict(how)
         how["ranges"] = tuple(one for one in how.get("ranges", ()) if one.start + one.length <= length)
         before = set(self.model.live)
-        if self.model.admit(prompt, dict(tag), MAX_MODEL_LEN, **how) and computed:
+        if not self.model.admit(prompt, dict(tag), MAX_MODEL_LEN, **how):
+            self.end(kind, at_once=True)  # as memory is short
+        elif computed:
             self.compute(set(self.model.live) - before, 99, 3)
 
     def compute(self, slots: set[int], most: int, token: int, *, wait: bool = False) -> None:
@@ -183,17 +185,18 @@ class Lives:
     def operation(self, rng: random.Random) -> None:
         """One of these at random, the productive ones more often."""
         kind, index = rng.random(), rng.randrange(10)
-        if kind < 0.25:
+        if kind < 0.35:
             how = {
                 "chunk": rng.choice((None, None, 3, 8)),
-                "reserve": rng.choice((0, 0, 0, 9)),
+                "reserve": rng.choice((0, 0, 0, 0, 0, 9)),
                 "ranges": rng.choice(RANGES),
                 "prompt_logprobs": rng.random() < 0.05,
                 "flush": rng.random() < 0.8,
             }
-            prompt = rng.choice(LENGTHS), rng.randrange(2), rng.choice(CHANGES)
-            self.admit(*prompt, rng.choice(TAGS), rng.random() < 0.5, how)
-        elif kind < 0.5:
+            # Few beginnings come often, so that they are found again; many others push them out of memory.
+            first = rng.randrange(3) if rng.random() < 0.8 else rng.randrange(40)
+            self.admit(rng.choice(LENGTHS), first, rng.choice(CHANGES), rng.choice(TAGS), rng.random() < 0.6, how)
+        elif kind < 0.52:
             self.compute(set(self.model.live), rng.choice((1, 5, 99)), rng.randrange(10), wait=rng.random() < 0.4)
         elif kind < 0.62:
             self.end(index, at_once=rng.random() < 0.6)

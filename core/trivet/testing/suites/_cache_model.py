@@ -55,7 +55,6 @@ class CacheModel(CacheChecks):
         self._flying: list[_Row] = []
         self._late: list[int] = []  # leases of tables that the step in flight writes to
         self.preempted: list[Request] = []
-        self._count = 0
 
     # ------------------------------------------------------------------ requests come
 
@@ -313,12 +312,13 @@ class CacheModel(CacheChecks):
         live = self.live.get(slot)
         if live is not None:
             self.rewind(slot, start)
+        self.damaged.clear()
         self.check()
 
     def reset(self) -> bool:
         """Forget everything that is kept; memory is then filled with junk."""
         self.close()
-        idle = not self.live and not self.leases
+        idle = not self.live and not self.leases and not self.stores
         done = self.cache.reset()
         require(
             done == idle,
