@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(make_model("gemma3", vocab_size=FakeTokenizer().size), tmp_path_factory.mktemp("gemma3"))
 
 
-def tokens(model: str, *, budget: int = 64, repeat: int = 1, **cache: Any) -> tuple[list[list[int]], Engine]:
-    """Greedy outputs of the last of ``repeat`` rounds, and the engine, which has been shut down."""
+def tokens(
+    model: str, *, budget: int = 64, repeat: int = 1, flat: Mapping[str, Any] | None = None, **cache: Any
+) -> tuple[list[list[int]], Engine]:
+    """Greedy outputs of the last of ``repeat`` rounds, and the engine, which has been shut down. ``flat`` are arguments
+    by the names that vLLM has for them."""
     plugins = {
         "cache": {"use": "paged", "block_size": 8} | cache,
         "scheduler": {"use": "continuous", "max_num_batched_tokens": budget, "max_num_seqs": 4},
     }
     settings = {"model": model, "dtype": "float32", "device": "cpu", "max_model_len": 64, "plugins": plugins}
-    engine = Engine(settings, [FakeTokenizer()])
+    engine = Engine(settings | dict(flat or {}), [FakeTokenizer()])
     done: dict[int, list[int]] = {}
     try:
         for _ in range(repeat):
@@ -57,7 +61,7 @@ def test_greedy_tokens_do_not_depend_on_what_is_found_in_the_cache(model: str, d
 
 
 def test_a_narrow_cache_takes_a_quarter_of_the_memory_and_changes_tokens(model: str) -> None:
-    wide, narrow = (tokens(model, dtype=dtype, num_blocks=64) for dtype in ("auto", "fp8"))
+    wide, narrow = (tokens(model, flat={"kv_cache_dtype": dtype}, num_blocks=64) for dtype in ("auto", "fp8"))
     sizes = [engine.parts.layout.num_bytes for _, engine in (wide, narrow)]
     assert sizes[0] == 4 * sizes[1]
     assert {spec.dtype for spec in narrow[1].parts.layout.specs} == {"fp8_e4m3"}
