@@ -22,6 +22,7 @@ from trivet_torch import trial
 from trivet_torch.options import RunnerOptions
 from trivet_torch.runner import TorchRunner
 from trivet_torch.trial import largest_step, measure, trial_layout
+from trivet_torch_attention.attention import TorchAttention
 from trivet_transformers.model import TransformersModel
 
 MIB = 1 << 20
@@ -38,13 +39,17 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     return save_model(model, tmp_path_factory.mktemp("wide")), model
 
 
-def runner(name: str, profile: Any, *, rows: int = ROWS, sampler: Any = None, **roles: Any) -> TorchRunner:
+def runner(
+    name: str, profile: Any, *, rows: int = ROWS, sampler: Any = None, attention: Any = None, **roles: Any
+) -> TorchRunner:
     context = Context(name, max_num_seqs=rows)
     context.max_num_batched_tokens = BUDGET
-    context.roles = {"attention": SlowAttention(), "sampler": sampler or GreedySampler(), **roles}
+    context.roles = {"attention": attention or SlowAttention(), "sampler": sampler or GreedySampler(), **roles}
     context.roles["model"] = TransformersModel(context)
     made = TorchRunner(context, RunnerOptions(profile=profile))
     made.context = context  # type: ignore[attr-defined]
+    if isinstance(attention, TorchAttention):
+        attention._context = context
     return made
 
 
@@ -61,11 +66,12 @@ def serve(made: TorchRunner, info: WorkerInfo, count: int) -> list[int]:
     return output
 
 
+@pytest.mark.parametrize("attention", [SlowAttention, lambda: TorchAttention(None)], ids=["slow", "torch"])  # type: ignore[arg-type]
 def test_a_profiled_runner_says_what_a_step_takes_and_serves_as_before(
-    wide: tuple[str, Any], caplog: pytest.LogCaptureFixture
+    wide: tuple[str, Any], caplog: pytest.LogCaptureFixture, attention: Any
 ) -> None:
     name, model = wide
-    made = runner(name, True)
+    made = runner(name, True, attention=attention())
     info = made.load()
     assert info.workspace_bytes is not None
     assert ROWS * VOCAB * 4 < info.workspace_bytes < 800 * MIB
