@@ -37,4 +37,23 @@ def long(seed: int) -> Work:
     return [(_prompt(rng, 1056), 16) for _ in range(4)]
 
 
-WORKLOADS: dict[str, Callable[[int], Work]] = {"mixed": mixed, "single": single, "decode": decode, "long": long}
+def prefix(seed: int) -> Work:
+    """16 requests that share their first 1,024 tokens, 32 of their own, 16 out: what prefix caching is for."""
+    rng = random.Random(seed)
+    shared = _prompt(rng, 1024)
+    return [(shared + _prompt(rng, 32), 16) for _ in range(16)]
+
+
+def sessions(seed: int, count: int, length: int, turns: int, turn: int) -> list[list[list[int]]]:
+    """Per session, ``length`` tokens to begin with and then ``turns`` times ``turn`` new ones."""
+    rng = random.Random(seed)
+    return [[_prompt(rng, length), *(_prompt(rng, turn) for _ in range(turns))] for _ in range(count)]
+
+
+WORKLOADS: dict[str, Callable[[int], Work]] = {
+    "mixed": mixed,
+    "single": single,
+    "decode": decode,
+    "long": long,
+    "prefix": prefix,
+}
