@@ -159,9 +159,6 @@ class StepRunner(Runner):
             self._wait_for_news()
             return self._report(result)
         void = self._void_rows(plan, invalid)
-        if void is None:
-            result.undone = True
-            return self._report(result)
         with _timed(timings, "prepare"):
             inputs = prepare_inputs(self._batch, plan, void)
             pools = plan.pools & ~void
@@ -239,8 +236,9 @@ class StepRunner(Runner):
         if raised:
             raise raised[0]
 
-    def _void_rows(self, plan: StepPlan, invalid: list[Int32]) -> Bool | None:
-        """``[R]`` rows whose outcome must not count; None when an undone step leaves this one without its input."""
+    def _void_rows(self, plan: StepPlan, invalid: list[Int32]) -> Bool:
+        """``[R]`` rows whose outcome must not count. A row whose input the step before did not draw, because it was
+        undone or the row was void there, is one of them: the engine gives it a new epoch when it learns of that."""
         batch, slots = self._batch, plan.slots
         void = np.zeros(len(slots), np.bool_)
         if self._failed:
@@ -258,11 +256,10 @@ class StepRunner(Runner):
                     own &= places >= first[:, None]
                 void |= (np.isin(table, blocks) & own).any(axis=1)
         missing = (batch.lengths[slots] < plan.num_computed + plan.num_scheduled - plan.num_drafts) & ~void
-        if not missing.any():
-            return void
-        if (plan.input_source[missing] == InputSource.DEVICE).all():
-            return None
-        row = int(missing.argmax())
+        unknown = missing & (plan.input_source != InputSource.DEVICE)
+        if not unknown.any():
+            return void | missing
+        row = int(unknown.argmax())
         slot = int(slots[row])
         raise ValueError(
             f"plan {plan.step_id} computes slot {slot} up to token {plan.num_computed[row] + plan.num_scheduled[row]}, "
