@@ -89,8 +89,10 @@ class Attention(Role):
         """Write ``key``/``value`` ``[T, num_kv_heads, head_dim]`` to the cache, then attend causally.
 
         ``query`` is ``[T, num_heads, head_dim]``; returns ``[T, num_heads, v_head_dim]`` in the query's dtype. A
-        query at position ``p`` sees keys at ``max(0, p - window + 1) … p``. ``softcap`` bounds scores by ``c *
-        tanh(s / c)``; ``sinks`` ``[num_heads]`` adds one logit per head to the softmax's denominator."""
+        query at position ``p`` sees keys at ``max(0, p - window + 1) … p``; in a layer whose spec is of kind
+        ``chunked`` those at ``p // window * window … p``. The cache may be of another type than ``key`` and
+        ``value``: every query then reads what was stored, those of the same step too. ``softcap`` bounds scores by
+        ``c * tanh(s / c)``; ``sinks`` ``[num_heads]`` adds one logit per head to the softmax's denominator."""
 
     @abstractmethod
     def copy_blocks(self, group: int, pairs: Any) -> None:
