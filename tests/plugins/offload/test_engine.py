@@ -247,6 +247,26 @@ def test_transfers_that_fail_cost_time_only(
         check_free(e)
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_loads_that_fail_within_a_step_do_not_stop_others(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row whose load failed has no token for the step that is under way already; the other rows have."""
+    monkeypatch.setattr("trivet_offload.worker.OffloadWorker", Broken)
+    rng = random.Random(3)
+    with engine(depth=depth, blocks=27, rows=40, mode="lazy", policy="arc") as e:
+        texts = [[rng.randrange(64) for _ in range(rng.randint(5, 45))] for _ in range(8)]
+        work: dict[str, tuple[list[int], int]] = {}
+        done: dict[str, Any] = {}
+        for i in range(60):
+            work[str(i)] = rng.choice(texts), rng.randint(1, 20)
+            e.add_request(str(i), work[str(i)][0], greedy(work[str(i)][1]))
+            for _ in range(rng.randrange(3)):
+                done |= {end.request.request_id: end.request for end in e.step().finished}
+        done |= drain(e, steps=3000)
+        for request_id, (text, count) in work.items():
+            assert done[request_id].output_ids == reference_tokens(text, count), done[request_id].message
+            assert done[request_id].num_preemptions < 100
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_steps_that_break_off_lose_their_stores(depth: int) -> None:
     """What the engine half believes to be stored is checked when it is wanted."""
