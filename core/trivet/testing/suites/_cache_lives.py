@@ -73,6 +73,13 @@ class Lives:
         elif computed:
             self.compute(set(self.model.live) - before, 99, 3)
 
+    def follow(self, length: int, kind: int, most: int) -> None:
+        """A request comes, and while a step computes part of its prompt another one like it."""
+        before = set(self.model.live)
+        self.admit(length, kind, 99, {}, False, {})
+        self.compute(set(self.model.live) - before, most, 3, wait=True)
+        self.admit(length, kind, 99, {}, False, {})
+
     def compute(self, slots: set[int], most: int, token: int, *, wait: bool = False) -> None:
         """A step; ``wait`` leaves it in flight."""
         self.model.commit()
@@ -196,11 +203,13 @@ class Lives:
             # Few beginnings come often, so that they are found again; many others push them out of memory.
             first = rng.randrange(3) if rng.random() < 0.8 else rng.randrange(40)
             self.admit(rng.choice(LENGTHS), first, rng.choice(CHANGES), rng.choice(TAGS), rng.random() < 0.6, how)
-        elif kind < 0.52:
+        elif kind < 0.4:
+            self.follow(rng.choice(LENGTHS), rng.randrange(40), rng.choice((5, 9, 99)))
+        elif kind < 0.55:
             self.compute(set(self.model.live), rng.choice((1, 5, 99)), rng.randrange(10), wait=rng.random() < 0.4)
-        elif kind < 0.62:
+        elif kind < 0.64:
             self.end(index, at_once=rng.random() < 0.6)
-        elif kind < 0.67:
+        elif kind < 0.68:
             self.preempt(index)
         elif kind < 0.73:
             self.resume(index, rng.choice((None, 1, 6)))
@@ -258,6 +267,11 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         """See :meth:`Lives.admit`."""
         self.lives.admit(length, kind, changed, tag, computed, how)
+
+    @rule(length=st.sampled_from(LENGTHS), kind=st.integers(0, 1), most=st.sampled_from((99, 5)))
+    def follow(self, length: int, kind: int, most: int) -> None:
+        """See :meth:`Lives.follow`."""
+        self.lives.follow(length, kind, most)
 
     @rule(most=st.sampled_from((99, 1, 5)), token=st.integers(0, 9), wait=st.booleans())
     def compute(self, most: int, token: int, wait: bool) -> None:
