@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import conformance_cache_faults  # noqa: F401 - its classes are listed in FAULTS too
 import conformance_faults
 import conformance_providers
 import pytest
@@ -26,11 +27,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def suite_of(name: str, cls: type, **settings: Any) -> Any:
     base = getattr(suites, name)
-    provider = Provider(base.role, "faulty_one", f"conformance_faults:{cls.__name__}")
+    provider = Provider(base.role, "faulty_one", f"{cls.__module__}:{cls.__name__}")
     plugins = {"plugins": (provider, conformance_providers), "use": "faulty_one"}
     given = plugins | SETTINGS.get(name, {}) | settings
     if hasattr(cls, "windows"):
-        given |= {"windows": cls.windows, "finds_prefixes": False}
+        given |= {"windows": cls.windows, "finds_prefixes": False, "tiers": getattr(cls, "tiers", ())}
     if name == "SchedulerSuite":
         given["sizes"] = lambda self, max_num_seqs, max_num_batched_tokens: {}
 
