@@ -115,7 +115,7 @@ def _decode(kind: type, value: Any) -> Any:
 
 
 #: what msgspec and the hooks above raise for wrong bytes
-_DECODING = (msgspec.MsgspecError, ParameterError, TypeError, ValueError, OverflowError, RecursionError)
+_DECODING = (msgspec.MsgspecError, ParameterError, SyntaxError, TypeError, ValueError, OverflowError, RecursionError)
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan, ext_hook=_ext, dec_hook=_decode)
 _result_decoder = msgspec.msgpack.Decoder(StepResult, ext_hook=_ext, dec_hook=_decode)

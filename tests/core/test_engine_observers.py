@@ -61,7 +61,8 @@ def test_ranges_of_a_prompt_are_in_the_plans_that_compute_them() -> None:
     prompt = [7 * i % 64 for i in range(52)]
     ranges = (PromptRange(3, 9, "cat", b"c"), PromptRange(20, 30, "dog", b"d", offset=7))
     scheduler = {"use": "continuous", "max_num_batched_tokens": 7, "max_num_seqs": 8}
-    with engine(scheduler=scheduler, cache={"use": "paged", "block_size": 4, "num_blocks": 30}) as e:
+    cache = {"use": "paged", "block_size": 4, "num_blocks": 30, "prefix_caching": False}
+    with engine(scheduler=scheduler, cache=cache) as e:
         rows: defaultdict[int, list[tuple[str, int, int]]] = defaultdict(list)
         steps = []
         commit = e.hooks.commit

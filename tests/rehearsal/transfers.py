@@ -44,7 +44,8 @@ class ShelfConnector(Connector):
         if not self._options.load:
             return None
         self.offered += 1
-        return ExternalHit(request.num_known - 1 - start, payload=np.asarray(request.prompt_ids, np.int32).tobytes())
+        known = np.asarray([*request.prompt_ids, *request.output_ids], np.int32)
+        return ExternalHit(len(known) - 1 - start, payload=known.tobytes())
 
     def finished(self, request: Any, tables: Any) -> ExternalHit | None:
         self.stored += self._options.store

@@ -75,8 +75,15 @@ class TransferEndpoints:
     def poll(self) -> list[Int32]:
         """Collect what has ended; returns, per KV group, the blocks that became invalid since the last report."""
         if self._open:
-            for worker in self._workers.values():
-                self._take(worker.poll())
+            for endpoint, worker in self._workers.items():
+                try:
+                    report = worker.poll()
+                except Exception:  # a recomputation again; requests that wait for a load would wait for ever
+                    _logger.exception("endpoint %r could not say what has ended; all of its transfers fail", endpoint)
+                    for transfer in [t for t in self._open.values() if t.endpoint == endpoint]:
+                        self._end(transfer.transfer_id, failed=True)
+                else:
+                    self._take(report)
         return [np.array(blocks, np.int32) for blocks in self._invalid]
 
     def report(self, result: StepResult) -> None:
