@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trivet.errors import PluginError
+from trivet.errors import PluginError
 from trivet.events import BlocksEvicted, BlocksStored
 from trivet.ledger import BlockLedger
 from trivet.plan import Int32, Int64, Transfer
@@ -32,13 +34,20 @@ class PagedCache(Cache):
 
     A block that is full of committed tokens is named by a hash over everything before it, and found under that name
     until it is reused; blocks of ended requests are reused tail first, so that tails go before the heads that others
-    share. Groups with a window give blocks back as soon as they have left it."""
+    share. Groups with a window give blocks back as soon as they have left it.
+
+    Raises PluginError for tiers without prefix caching, which could never be of use."""
 
     can_fork = True
 
     def __init__(self, context: Context | None, options: PagedOptions) -> None:
         self._options = options
         self._caching = options.prefix_caching
+        if context is not None and not self._caching and context.selected("cache_tier"):
+            raise PluginError(
+                "plugins.cache_tier: with plugins.cache.prefix_caching false nothing is found again, so there is nothing "
+                "that a tier could store or load; remove plugins.cache_tier, or set prefix_caching to true"
+            )
         self.has_events = self._caching
         self._tiers: TierTraffic | None = None
         self._sharing: PrefixSharing | None = None
@@ -64,9 +73,7 @@ class PagedCache(Cache):
         self._ledger = BlockLedger(
             blocks, need.max_num_seqs, [-(-need.max_model_len // group.size) for group in plan.groups]
         )
-        self._pool = BlockPool(blocks, len(plan.groups))
         self._hasher = Hasher(size)
-        self._lookup = Lookup(plan.groups, self._pool, ())
         self._events = EventLog()
         self._chains: dict[int, list[bytes]] = {}
         #: blocks of the smallest size that are named already, or were found, by slot
@@ -78,7 +85,15 @@ class PagedCache(Cache):
     def bind(self, context: EngineContext) -> None:
         """See :meth:`Cache.bind`."""
         self._table = context.table
+        # Not before the workers have found room for so many blocks: a plan that is never carried out costs nothing.
+        self._pool = BlockPool(self._ledger.num_blocks, len(self._groups))
+        self._lookup = Lookup(self._groups, self._pool, ())
         tiers: Sequence[CacheTier] = context.all("cache_tier")
+        if tiers and not self._caching:
+            raise PluginError(
+                "plugins.cache_tier: a tier finds blocks by the names that prefix caching gives them, and "
+                "plugins.cache.prefix_caching is false; set it to true, or leave the tier out"
+            )
         if self._caching:
             self._sharing = PrefixSharing(context, self.block_size)
             if tiers:

@@ -160,3 +160,5 @@ class TierTraffic:
         """Blocks that are being filled belong to loads under way."""
         under_way = {block for load in self._loads.values() for _, _, block in load.content}
         assert under_way.issuperset(self._filling), "a block is being filled by no load"
+        for tier in self._tiers:
+            tier.check_integrity()
