@@ -36,11 +36,13 @@ class Lives:
 
     def slot(self, index: int) -> int | None:
         """A live slot, if there is one."""
+        self.model.close()  # a load that fails takes its slot
         slots = sorted(self.model.live)
         return slots[index % len(slots)] if slots else None
 
     def _idle(self, index: int) -> int | None:
         """A live slot that no step in flight and no load writes to."""
+        self.model.close()
         slots = [s for s in sorted(self.model.live) if self._may_run(s) and not self.model.table.in_flight[s]]
         return slots[index % len(slots)] if slots else None
 
