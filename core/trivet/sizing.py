@@ -11,6 +11,7 @@ from trivet.roles.cache import CacheRequirements
 from trivet.roles.kv import AttentionSupport
 
 _DEFAULT_BLOCK_SIZE = 16
+_MOST_BLOCKS = 2**31 - 1  # their numbers are int32
 
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 """Types that a KV cache may have; `fp8` is short for `fp8_e4m3`."""
@@ -76,12 +77,19 @@ def plan_blocks(
     page = block_size * sum(spec.bytes_per_token for spec in need.specs) if page_bytes is None else page_bytes
     count = blocks_for or (lambda tokens: -(-tokens // block_size))
     needed = count(need.max_model_len)
+    option, least = "plugins.cache.num_blocks", str(1 + needed)
     if num_blocks is None:
+        option, least = "plugins.cache.memory", format_bytes(page * (1 + needed))
         given = need.available_bytes if memory is None else memory
         num_blocks = given // page if page else 1 << 20
         if memory is None or not keeps_content:
             # More than every slot at its full length is never used; what is kept of ended requests is a by-product.
             num_blocks = min(num_blocks, 1 + need.max_num_seqs * needed)
+    if num_blocks > _MOST_BLOCKS:
+        raise CacheMemoryError(
+            f"{option}: {num_blocks} blocks, {format_bytes(num_blocks * page)}, are more than the {_MOST_BLOCKS} that "
+            "a KV cache can have; set it lower, or leave it out to take what is free"
+        )
     usable = num_blocks - 1
     if usable < needed:
         fits = _longest(count, max(usable, 0), need.max_model_len)
@@ -91,7 +99,7 @@ def plan_blocks(
             f"the KV cache cannot hold one request of max_model_len = {need.max_model_len} tokens: "
             f"{format_bytes(num_blocks * page)} are {max(usable, 0)} blocks of {block_size} tokens "
             f"({per_token:.0f} bytes per token), enough for {fits}. Set {shorter}"
-            f"plugins.cache.memory to at least {format_bytes(page * (1 + needed))}.",
+            f"{option} to at least {least}.",
             fits_tokens=fits,
         )
     return int(num_blocks)

@@ -17,7 +17,7 @@ from trivet.sizing import choose_block_size, plan_blocks, with_dtype
 from trivet_contiguous.allocators import Buddy, FirstFit, RunAllocator
 
 if TYPE_CHECKING:
-    from trivet.context import Context, EngineContext
+    from trivet.context import Context
     from trivet.state import Request
     from trivet_contiguous.options import ContiguousOptions
 
@@ -27,11 +27,19 @@ _ALLOCATORS: dict[str, type[RunAllocator]] = {"first_fit": FirstFit, "buddy": Bu
 class ContiguousCache(Cache):
     """Reserves a run of blocks per request at its admission; the run is a block table with consecutive ids.
 
-    What an allocator only rounds up is in no table and counts as leased, by nobody, for as long as the run is there."""
+    What an allocator only rounds up is in no table and counts as leased, by nobody, for as long as the run is there.
+
+    Raises PluginError when there is a cache tier, which could never be of use."""
 
     def __init__(self, context: Context | None, options: ContiguousOptions) -> None:
         self._options = options
         self._rule = options.reservation
+        if context is not None and context.selected("cache_tier"):
+            raise PluginError(
+                "plugins.cache_tier: the cache 'contiguous' keeps no block of requests that have left, so there is "
+                "nothing that a tier could store or load; remove plugins.cache_tier, or set plugins.cache.use to a "
+                "cache that finds prefixes, such as paged"
+            )
 
     def configure(self, need: CacheRequirements) -> KVLayout:
         """See :meth:`Cache.configure`."""
@@ -56,15 +64,6 @@ class ContiguousCache(Cache):
         layers = tuple(spec.layer for spec in need.specs)
         group = KVGroup(0, layers, "full", size)
         return KVLayout(need.specs, (group,), tuple(KVStorage((layer,), blocks) for layer in layers))
-
-    def bind(self, context: EngineContext) -> None:
-        """See :meth:`Cache.bind`. Raises PluginError when there is a cache tier, which could never be of use."""
-        if context.all("cache_tier"):
-            raise PluginError(
-                "plugins.cache_tier: the cache 'contiguous' keeps no block of requests that have left, so there is "
-                "nothing that a tier could store or load; remove plugins.cache_tier, or set plugins.cache.use to a "
-                "cache that finds prefixes, such as paged"
-            )
 
     def fits(self, num_tokens: int) -> bool:
         """See :meth:`Cache.fits`; no reservation is longer than ``max_model_len``, for which there is memory."""

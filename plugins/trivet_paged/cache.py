@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trivet.errors import PluginError
-from trivet.errors import PluginError
 from trivet.events import BlocksEvicted, BlocksStored
 from trivet.ledger import BlockLedger
 from trivet.plan import Int32, Int64, Transfer
@@ -45,8 +44,8 @@ class PagedCache(Cache):
         self._caching = options.prefix_caching
         if context is not None and not self._caching and context.selected("cache_tier"):
             raise PluginError(
-                "plugins.cache_tier: with plugins.cache.prefix_caching false nothing is found again, so there is nothing "
-                "that a tier could store or load; remove plugins.cache_tier, or set prefix_caching to true"
+                "plugins.cache_tier: a tier finds blocks by the names that prefix caching gives them, and "
+                "plugins.cache.prefix_caching is false; set it to true, or leave the tier out"
             )
         self.has_events = self._caching
         self._tiers: TierTraffic | None = None
@@ -89,11 +88,6 @@ class PagedCache(Cache):
         self._pool = BlockPool(self._ledger.num_blocks, len(self._groups))
         self._lookup = Lookup(self._groups, self._pool, ())
         tiers: Sequence[CacheTier] = context.all("cache_tier")
-        if tiers and not self._caching:
-            raise PluginError(
-                "plugins.cache_tier: a tier finds blocks by the names that prefix caching gives them, and "
-                "plugins.cache.prefix_caching is false; set it to true, or leave the tier out"
-            )
         if self._caching:
             self._sharing = PrefixSharing(context, self.block_size)
             if tiers:

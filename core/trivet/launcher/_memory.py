@@ -371,7 +371,7 @@ class _Sizing:
 def _describe(plan: MemoryPlan, outcome: _Outcome) -> None:
     layout, cache = outcome.layout, outcome.cache
     plan.max_model_len, plan.cache_bytes = outcome.max_model_len, layout.num_bytes
-    plan.num_blocks = cache.stats().total
+    plan.num_blocks = layout.storage[0].num_blocks - 1 if layout.storage else 0  # without the null block
     plan.groups = [GroupPlan(len(g.layers), g.kind, g.window, g.block_size) for g in layout.groups]
     plan.kv_bytes_per_token = sum(spec.bytes_per_token for spec in layout.specs)
     plan.kv_dtype = layout.specs[0].dtype if layout.specs else plan.kv_dtype
