@@ -128,11 +128,10 @@ class EventLog:
 
     def evicted(self, group: int, digest: bytes) -> None:
         """A block's content was lost."""
-        for event in self._stored:
+        for place, event in enumerate(self._stored):
             if event.group == group and digest in event.hashes:
-                # Nobody has been told of it yet.
-                at = event.hashes.index(digest)
-                del event.hashes[at], event.blocks[at]
+                # Nobody has been told of it yet: what is told is the blocks before it and those behind it.
+                self._stored[place : place + 1] = _without(event, event.hashes.index(digest))
                 return
         self._evicted.setdefault(group, []).append(digest)
 
@@ -148,3 +147,16 @@ class EventLog:
         lost = self._cleared + [BlocksEvicted(group, digests) for group, digests in self._evicted.items()]
         self._cleared, self._evicted = [], {}
         return stored, lost
+
+
+def _without(event: BlocksStored, at: int) -> list[BlocksStored]:
+    """The event without its block ``at``."""
+    rest: list[BlocksStored] = []
+    for start, stop, parent in ((0, at, event.detail.get("parent")), (at + 1, len(event.blocks), event.hashes[at])):
+        if start < stop:
+            detail = dict(event.detail)
+            if "token_ids" in detail:
+                size = detail["block_size"]
+                detail |= {"parent": parent, "token_ids": detail["token_ids"][start * size : stop * size]}
+            rest.append(BlocksStored(event.group, event.blocks[start:stop], event.hashes[start:stop], detail))
+    return rest

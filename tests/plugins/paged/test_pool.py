@@ -127,3 +127,16 @@ def test_events_replay_to_what_can_be_found(seed: int) -> None:
                     assert (event.group, d) not in replayed, "told once"
                     replayed[event.group, d] = block
             assert replayed == now
+
+
+def test_a_block_that_is_lost_before_anybody_was_told_is_left_out_with_its_tokens() -> None:
+    log = EventLog()
+    detail = {"block_size": 2, "parent": digest(9), "token_ids": [10, 11, 20, 21, 30, 31], "tags": {}}
+    log.stored(BlocksStored(0, [1, 2, 3], [digest(1), digest(2), digest(3)], detail))
+    log.evicted(0, digest(2))
+    first, last = log.take()[0]
+    assert (first.blocks, first.detail["parent"], first.detail["token_ids"]) == ([1], digest(9), [10, 11])
+    assert (last.blocks, last.detail["parent"], last.detail["token_ids"]) == ([3], digest(2), [30, 31])
+    log.stored(BlocksStored(0, [4], [digest(4)], {"block_size": 2, "tier": "offload"}))
+    log.evicted(0, digest(4))
+    assert log.take() == ([], [])
