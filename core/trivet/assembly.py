@@ -72,13 +72,18 @@ def assemble(config: EngineConfig | Mapping[str, Any] | str, plugins: Sequence[o
         return _assemble(settings, registry)
     except MemoryError as error:
         registry.shutdown()
-        raise CacheMemoryError(
-            f"memory is too small for this engine: {error}. Lower max_num_seqs of the scheduler or max_model_len, "
-            "which decide the size of its tables, or choose a smaller model"
-        ) from error
+        raise too_large(error) from error
     except BaseException:
         registry.shutdown()
         raise
+
+
+def too_large(error: MemoryError) -> CacheMemoryError:
+    """What to say when the bookkeeping of an engine does not fit into memory."""
+    return CacheMemoryError(
+        f"memory is too small for this engine: {error}. Lower max_num_seqs of the scheduler or max_model_len, "
+        "which decide the size of its tables, or choose a smaller model"
+    )
 
 
 def _assemble(config: EngineConfig, registry: Registry) -> Parts:
@@ -102,6 +107,8 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
     depth = executor.max_in_flight if executor.token_feedback else 1
     in_flight = depth * (limits.max_num_batched_tokens + info.draft_lookahead)
     layout, max_model_len = negotiate(cache, info, limits, config.max_model_len, in_flight)
+    for tier in context.all("cache_tier"):
+        tier.check(context, layout)
     executor.configure_cache(layout)
     table = RequestTable(limits.max_num_seqs, max_model_len)
     eos = frozenset(info.model.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer is not None else ())

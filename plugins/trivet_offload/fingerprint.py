@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trivet._version import __version__
-from trivet.errors import ModelLoadError
+from trivet.errors import ModelLoadError, TrivetError
 from trivet.model_source import resolve_model
-from trivet_offload.segments import FORMAT
+from trivet_offload.segments import FORMAT, unusable
 
 if TYPE_CHECKING:
     from trivet.context import Context
@@ -48,9 +50,34 @@ def digest(found: dict[str, Any]) -> bytes:
     return sha256(json.dumps(found, sort_keys=True, default=str).encode()).digest()
 
 
+def root(path: str) -> Path:
+    """The folder that the options name. Raises TrivetError for what is no name of a folder."""
+    if not path.strip() or "\0" in path:
+        raise TrivetError(unusable(path, "that is no name of a folder"))
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as exc:
+        raise TrivetError(unusable(path, exc)) from exc
+
+
+def check_root(path: str) -> None:
+    """Raise TrivetError if the folder that the options name is none, or cannot be made or written to."""
+    where = root(path)
+    try:
+        while not os.path.lexists(where):
+            where = where.parent
+        is_folder = stat.S_ISDIR(where.stat().st_mode)
+    except OSError as exc:
+        raise TrivetError(unusable(path, exc)) from exc
+    if not is_folder:
+        raise TrivetError(unusable(path, f"{where} is no folder"))
+    if not os.access(where, os.W_OK | os.X_OK):
+        raise TrivetError(unusable(path, f"{where} cannot be written to"))
+
+
 def folder(path: str, fingerprint: bytes) -> Path:
     """Where the content of all ranks is."""
-    return Path(path).expanduser().absolute() / fingerprint.hex()[:32]
+    return root(path) / fingerprint.hex()[:32]
 
 
 def describe(where: Path, found: dict[str, Any]) -> None:

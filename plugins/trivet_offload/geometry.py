@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,4 +47,11 @@ class Geometry:
 
     def segments(self, options: OffloadOptions) -> SegmentPlan:
         """Places on disk. Raises TrivetError if there is not even one."""
-        return SegmentPlan.of(self.slot_bytes, options.disk_memory)
+        plan = SegmentPlan.of(self.slot_bytes, options.disk_memory)
+        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if 4 * plan.table_bytes > ram:  # the engine reads it too, and there are other things
+            raise TrivetError(
+                f"{_PATH}.disk_memory: {format_size(options.disk_memory)} are {plan.num_slots} blocks of this model, "
+                f"and the list of them, {format_size(plan.table_bytes)}, takes too much memory; set it lower"
+            )
+        return plan

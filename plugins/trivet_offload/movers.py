@@ -16,6 +16,7 @@ from torch import Tensor
 from trivet.errors import TrivetError
 from trivet.plan import UInt8
 from trivet_schemas.options import format_size
+from trivet_torch.memory import free_ram
 
 if TYPE_CHECKING:
     from trivet.roles import Attention, KVLayout
@@ -85,13 +86,18 @@ def make_mover(attention: Attention, layout: KVLayout, slots: int, slot_bytes: i
             f"the cache tier 'offload' serves KV caches on cpu and cuda, not on {device}; remove it from "
             "plugins.cache_tier"
         )
+    size, free = slots * slot_bytes, free_ram()
+    # The system promises more than it has, and kills who takes its word for it.
+    if size > free:
+        raise TrivetError(_too_much(size, f"{format_size(free)} are free"))
     try:
         return movers[device](groups, slots, slot_bytes)
     except (RuntimeError, MemoryError) as exc:
-        raise TrivetError(
-            f"plugins.cache_tier.offload.host_memory: {format_size(slots * slot_bytes)} cannot be allocated ({exc}); "
-            "set it lower"
-        ) from exc
+        raise TrivetError(_too_much(size, exc)) from exc
+
+
+def _too_much(size: int, why: object) -> str:
+    return f"plugins.cache_tier.offload.host_memory: {format_size(size)} cannot be allocated ({why}); set it lower"
 
 
 def _bytes(cache: Tensor) -> Tensor:

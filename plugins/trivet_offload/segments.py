@@ -92,6 +92,11 @@ class SegmentPlan:
         return self.data_offset + self.per_segment * self.slot_bytes
 
     @property
+    def table_bytes(self) -> int:
+        """What the entries of all places take in memory."""
+        return self.num_slots * _ENTRY.itemsize
+
+    @property
     def num_segments(self) -> int:
         """Files, when all are there."""
         return -(-self.num_slots // self.per_segment)
@@ -171,9 +176,11 @@ class SegmentStore:
         self._lock = _lock(folder, option)
         try:
             self._table = self._open()
-        except OSError as exc:
+        except BaseException as exc:
             os.close(self._lock)
-            raise TrivetError(_unusable(option, exc)) from exc
+            if isinstance(exc, OSError):
+                raise TrivetError(unusable(option, exc)) from exc
+            raise
         self._stamp = int(self._table["stamp"].max(initial=0))
 
     def _open(self) -> Table:
@@ -317,9 +324,10 @@ def _write(file: int, content: bytes | memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def _unusable(option: str, exc: OSError) -> str:
+def unusable(option: str, why: object) -> str:
+    """The message for a ``path`` that cannot be used."""
     return (
-        f"plugins.cache_tier.offload.path: {option!r} cannot be used ({exc}); name a folder that can be written to, or "
+        f"plugins.cache_tier.offload.path: {option!r} cannot be used ({why}); name a folder that can be written to, or "
         "remove the option to keep blocks in memory only"
     )
 
@@ -330,7 +338,7 @@ def _lock(folder: Path, option: str) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as exc:
-        raise TrivetError(_unusable(option, exc)) from exc
+        raise TrivetError(unusable(option, exc)) from exc
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:

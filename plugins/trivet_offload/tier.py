@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from trivet.errors import PluginError
 from trivet.roles.cache_tier import CacheTier, TierLoad, TierStats, TierStore
-from trivet_offload.fingerprint import digest, facts, folder, rank_folder
+from trivet_offload.fingerprint import check_root, digest, facts, folder, rank_folder
 from trivet_offload.geometry import Geometry
 from trivet_offload.payload import NONE, Moves, encode
 from trivet_offload.segments import MAX_KEY, read_index
@@ -19,6 +19,7 @@ from trivet_offload.slots import SlotSpace
 if TYPE_CHECKING:
     from trivet.context import EngineContext
     from trivet.plan import Transfer
+    from trivet.roles import KVLayout
     from trivet_offload.options import OffloadOptions
 
 _logger = logging.getLogger(__name__)
@@ -45,9 +46,21 @@ class OffloadTier(CacheTier):
         self._arriving: set[bytes] = set()
         self._stored = self._loaded = self._dropped = self._store_bytes = self._load_bytes = 0
 
-    def bind(self, context: EngineContext) -> None:
+    def check(self, context: EngineContext, layout: KVLayout) -> None:
         if sum(tier.endpoint == self.endpoint for tier in context.all("cache_tier")) > 1:
             raise PluginError("plugins.cache_tier: 'offload' is named twice; name it once, with all of its memory")
+        options = self._options
+        geometry = Geometry.of(layout)
+        geometry.host_slots(options)
+        try:
+            context.component("tier_policy", options.policy, capacity=1)
+        except PluginError as exc:
+            raise PluginError(f"plugins.cache_tier.offload.policy: {exc}") from exc
+        if options.path is not None:
+            geometry.segments(options)
+            check_root(options.path)
+
+    def bind(self, context: EngineContext) -> None:
         options = self._options
         geometry = Geometry.of(context.layout)
         slots = geometry.host_slots(options)

@@ -14,6 +14,7 @@ from trivet.errors import CacheMemoryError
 from trivet.roles import Attention, AttentionSupport
 from trivet_kernels.reference import cache as kernels
 from trivet_kernels.reference.attention import AttentionPlan, RowPlan, locate, paged_attention, plan_rows
+from trivet_torch.memory import free_ram
 
 if TYPE_CHECKING:
     from trivet.context import WorkerContext
@@ -78,15 +79,19 @@ class TorchAttention(Attention):
         self._groups = {group.index: group.layers for group in layout.groups}
         self._chunked = frozenset(spec.layer for spec in layout.specs if spec.kind == "chunked")
         self._kv.clear()
+        problem = CacheMemoryError(
+            f"the KV cache of {layout.num_bytes / 2**20:.0f} MiB does not fit into the memory of "
+            f"{self._context.device}; set plugins.cache.memory lower (or num_blocks, if that is set)"
+        )
+        # The system promises more than it has, and kills who takes its word for it.
+        if torch.device(self._context.device).type == "cpu" and layout.num_bytes > free_ram():
+            raise problem
         try:
             for storage in layout.storage:
                 self._kv.update(_allocate(storage, specs, sizes, self._context.device))
         except (RuntimeError, MemoryError) as exc:
             self._kv.clear()
-            raise CacheMemoryError(
-                f"the KV cache of {layout.num_bytes / 2**20:.0f} MiB does not fit into the memory of "
-                f"{self._context.device}; set plugins.cache.memory lower"
-            ) from exc
+            raise problem from exc
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """See :meth:`Attention.kv`. In an 8-bit cache they are of torch's float8 types; ``view(torch.uint8)`` gives

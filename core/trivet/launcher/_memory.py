@@ -8,7 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trivet.errors import CacheMemoryError
+from trivet.assembly import too_large
+from trivet.errors import CacheMemoryError, TrivetError
 from trivet.launcher._model_files import ModelFiles, read_model
 from trivet.model_source import ModelLocation, is_hub_id, resolve_model
 from trivet.registry.records import Origin
@@ -132,8 +133,10 @@ def plan_memory(config: EngineConfig, registry: Registry) -> MemoryPlan:
         plan.notes.append("a hub model that is not in the local cache; its sizes are known when it is loaded")
         return plan
     plan.model = str(location.path)
-    sizing = _Sizing(config, registry, location)
-    sizing.describe(plan)
+    try:
+        _Sizing(config, registry, location).describe(plan)
+    except MemoryError as error:
+        raise too_large(error) from error
     return plan
 
 
@@ -231,6 +234,7 @@ class _Sizing:
                 plan.problems.append(f"{error}{self._advice(case, short=True)}")
             return
         _describe(plan, outcome)
+        self._check_tiers(plan, outcome.layout)
         if outcome.max_model_len < limit:
             plan.notes.append(f"max_model_len is lowered from {limit}, which the KV cache cannot hold")
         if not self._is_sized:
@@ -245,6 +249,15 @@ class _Sizing:
                     f"{format_size(outcome.total)} are needed and {format_size(estimate.free_bytes)} are free on "
                     f"{estimate.device}.{self._advice(case, short=False)}"
                 )
+
+    def _check_tiers(self, plan: MemoryPlan, layout: KVLayout) -> None:
+        context = self._registry.engine_context
+        for tier in context.all("cache_tier"):
+            try:
+                tier.check(context, layout)
+            except TrivetError as error:
+                plan.problems.append(str(error))
+                return
 
     # ------------------------------------------------------------------ any settings
 

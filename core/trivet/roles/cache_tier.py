@@ -12,6 +12,7 @@ from trivet.roles.base import Role
 
 if TYPE_CHECKING:
     from trivet.context import EngineContext
+    from trivet.roles.kv import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class CacheTier(Role):
     role: ClassVar[str] = "cache_tier"
     #: the ``Transfer.endpoint`` that its worker half answers to
     endpoint: str = ""
+
+    def check(self, context: EngineContext, layout: KVLayout) -> None:
+        """Raise :class:`trivet.errors.TrivetError` for options that cannot work with this layout, naming them. Called
+        before the workers allocate anything, and by ``trivet config check``; allocates and writes nothing itself."""
 
     def bind(self, context: EngineContext) -> None:
         """Called once, before the cache's own ``bind``; the workers have allocated their storage by then, and

@@ -281,7 +281,7 @@ def test_it_is_named_once() -> None:
     context = kit.context(LAYOUT)
     context.all = lambda role: [tier, OffloadTier(None, chosen)]
     with pytest.raises(PluginError, match="'offload' is named twice"):
-        tier.bind(context)
+        tier.check(context, LAYOUT)
 
 
 def test_on_an_accelerator_every_load_holds_its_request() -> None:
