@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def test_options_that_cannot_work(tmp_path: Path, monkeypatch: Any, tier: dict[s
     with pytest.raises(TrivetError) as caught, engine(**tier):
         pass
     assert f"plugins.cache_tier.offload.{named}" in str(caught.value)
-    assert not os.listdir(tmp_path), "nothing was written"
+    assert not list(tmp_path.iterdir()), "nothing was written"
 
 
 def test_a_start_that_fails_lets_the_folder_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
