@@ -85,8 +85,9 @@ def test_static_batches_share_beginnings_too(library: Any) -> None:
         assert session.check(turns).prefix_hits > 0
 
 
-@pytest.mark.parametrize("family", kit.FAMILIES)
-@pytest.mark.parametrize("block_size", BLOCKS)
+@pytest.mark.parametrize(
+    ("family", "block_size"), [(f, BLOCKS[i % 3]) for i, f in enumerate([*kit.FAMILIES, "gemma3_text", "gemma3_text"])]
+)
 def test_what_was_evicted_is_computed_again(library: Any, family: str, block_size: int) -> None:
     settings = kit.settings(library.path(family), family, block_size=block_size, budget=64, small=True)
     groups, _ = library.rounds(family)
@@ -104,3 +105,35 @@ def test_what_was_evicted_is_computed_again(library: Any, family: str, block_siz
         assert evicted >= session.cache.stats().total
         assert session.check(one).cached == [0]
         assert session.check(one).cached == findable(one.work, block_size)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("block_size", BLOCKS)
+def test_full_hits_compute_the_last_token(library: Any, family: str, block_size: int) -> None:
+    settings = kit.settings(library.path(family), family, block_size=block_size, budget=64, small=False)
+    groups, _ = library.rounds(family)
+    at = [i for i, (prompt, _) in enumerate(groups.work) if len(prompt) == 32]
+    assert len(at) >= 3, "one prompt comes twice"
+    twins = Round(*([values[i] for i in at] for values in (groups.work, groups.want, groups.gaps)))
+    with Session(settings) as session:
+        # In one batch the second of two equal prompts waits for the first, or computes all of it beside it.
+        assert set(session.check(twins).cached) <= {0, 32 - block_size}
+        assert set(session.check(twins).cached) == {32 - block_size}
+
+
+@pytest.mark.parametrize("family", kit.FAMILIES)
+def test_preempted_requests_find_their_own_blocks(library: Any, family: str) -> None:
+    rng = random.Random(3)
+    shared = [rng.randrange(kit.VOCAB) for _ in range(24)]
+    work = [([*shared, *(rng.randrange(kit.VOCAB) for _ in range(4))], 30) for _ in range(10)]
+    round_ = Round(work, *kit.reference(library.path(family), work))
+    settings = kit.settings(library.path(family), family, block_size=8, budget=64, small=True)
+    with Session(settings) as session:
+        ran = session.check(round_)
+        again = [request for request in ran.requests if request.num_preemptions]
+        found_at_returns = ran.prefix_hits - sum(ran.cached)
+        assert (found_at_returns > 0) == bool(again)
+        if family not in kit.WINDOWS:
+            assert again
+            recomputed = sum(request.num_recomputed_tokens for request in again)
+            assert recomputed <= sum(8 * request.num_preemptions for request in again), "only what no full block held"

@@ -53,8 +53,9 @@ def test_pairwise(library: Any, family: str, block_size: int, budget: int, small
     settings = kit.settings(library.path(family), family, block_size=block_size, budget=budget, small=small)
     preempted, most = check(library, family, settings)
     assert most > 1, "requests run together"
-    if small:
-        # With a budget of 7 tokens, few requests are under way at once.
+    if small and family not in kit.WINDOWS:
+        # Layers with a window give back what they take, and room is seldom short. Elsewhere it is all the time. With
+        # a budget of 7 tokens, few requests are under way at once.
         assert preempted >= (12 if budget == 7 else 24), "the pool is so small that preemption happens dozens of times"
 
 
@@ -75,4 +76,4 @@ def test_baselines(library: Any, scheduler: str, cache: str) -> None:
 def test_cross_product(library: Any, family: str, block_size: int, budget: int, small: bool) -> None:
     settings = kit.settings(library.path(family), family, block_size=block_size, budget=budget, small=small)
     preempted, _ = check(library, family, settings)
-    assert preempted >= (12 if budget == 7 else 24) or not small
+    assert not small or family in kit.WINDOWS or preempted >= (12 if budget == 7 else 24)
