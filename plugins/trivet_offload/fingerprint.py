@@ -84,7 +84,10 @@ def describe(where: Path, found: dict[str, Any]) -> None:
     """Leave a note in the folder of what is in it, for people who wonder which they may delete."""
     text = json.dumps(found, indent=1, sort_keys=True, default=str)
     try:
-        (where / "about.json").write_text(text, encoding="utf-8")
+        fresh = where / "about.new"
+        fresh.unlink(missing_ok=True)
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(where / "about.json")
     except OSError as exc:
         _logger.warning("%s cannot be written: %s", where / "about.json", exc)
 

@@ -13,10 +13,12 @@ only. What a loss of power leaves is found out by the checksum, which covers key
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
 import os
+import stat
 import struct
 import zlib
 from collections import OrderedDict
@@ -119,7 +121,7 @@ def read_tables(folder: Path, plan: SegmentPlan, fingerprint: bytes) -> tuple[Ta
     for index in range(plan.num_segments):
         path = segment_path(folder, index)
         try:
-            with path.open("rb") as file:
+            with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
                 problem = _problem(file.read(_PAGE), os.fstat(file.fileno()).st_size, plan, index, fingerprint)
                 if problem is None:
                     start, count = index * plan.per_segment, plan.per_segment
@@ -188,12 +190,12 @@ class SegmentStore:
         for index, problem in problems.items():
             path = segment_path(self._folder, index)
             _logger.warning("%s is not used and will be made anew: %s", path, problem)
-            path.unlink(missing_ok=True)
+            _remove(path)
         for path in self._folder.glob("segment-*.kv"):
             number = path.stem.partition("-")[2]
             if number.isdecimal() and int(number) >= self.plan.num_segments:
                 _logger.info("%s is removed: it is beyond the size of this tier", path)
-                path.unlink(missing_ok=True)
+                _remove(path)
         return table
 
     # ------------------------------------------------------------------ content
@@ -283,7 +285,7 @@ class SegmentStore:
             self._maps.move_to_end(index)
             return found
         plan, path = self.plan, segment_path(self._folder, index)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        file = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             if os.fstat(file).st_size < plan.file_bytes:
                 # New, or lost in the meantime: what its entries say is not so.
@@ -305,6 +307,24 @@ class SegmentStore:
         while self._maps:
             _close(*self._maps.popitem()[1])
         os.close(self._lock)
+
+
+def open_file(path: Path, flags: int) -> int:
+    """An open regular file. Anything else in its place, such as a pipe, which would wait for somebody at its other end,
+    or a link to who knows where, is an OSError."""
+    file = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
+def _remove(path: Path) -> None:
+    """What cannot be removed cannot be used either: its places are misses."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as exc:
+        _logger.warning("%s cannot be removed: %s", path, exc)
 
 
 def _close(file: int, mapped: mmap.mmap) -> None:
@@ -336,7 +356,7 @@ def _lock(folder: Path, option: str) -> int:
     """An open file whose lock ends with it, or with the process, however that ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        file = open_file(folder / "lock", os.O_RDWR | os.O_CREAT)
     except OSError as exc:
         raise TrivetError(unusable(option, exc)) from exc
     try:

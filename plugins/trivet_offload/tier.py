@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from trivet.roles.cache_tier import CacheTier, TierLoad, TierStats, TierStore
 from trivet_offload.fingerprint import check_root, digest, facts, folder, rank_folder
 from trivet_offload.geometry import Geometry
 from trivet_offload.payload import NONE, Moves, encode
-from trivet_offload.segments import MAX_KEY, read_index
+from trivet_offload.segments import MAX_KEY, open_file, read_index
 from trivet_offload.slots import SlotSpace
 
 if TYPE_CHECKING:
@@ -258,18 +259,24 @@ class OffloadTier(CacheTier):
 def _read_generation(where: Path) -> int:
     """The number of resets that the content of a folder has seen."""
     try:
-        return int((where / "generation").read_text(encoding="ascii"))
+        with os.fdopen(open_file(where / "generation", os.O_RDONLY), encoding="ascii") as file:
+            number = int(file.read(32))
+        problem: object = None if 0 <= number < 2**31 else f"{number} is out of range"
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as exc:
-        _logger.warning("%s: blocks on disk are not used: %s", where / "generation", exc)
-        return time.time_ns() // 10**9  # one that no content has
+        problem = exc
+    if problem is None:
+        return number
+    _logger.warning("%s: blocks on disk are not used: %s", where / "generation", problem)
+    return time.time_ns() // 10**9  # one that no content has
 
 
 def _write_generation(where: Path, generation: int) -> None:
     """So that content from before a reset is not found after a restart either."""
     try:
         fresh = where / "generation.new"
+        fresh.unlink(missing_ok=True)
         fresh.write_text(str(generation), encoding="ascii")
         fresh.replace(where / "generation")
     except OSError as exc:
