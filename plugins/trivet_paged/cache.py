@@ -75,6 +75,8 @@ class PagedCache(Cache):
         self._hasher = Hasher(size)
         self._events = EventLog()
         self._chains: dict[int, list[bytes]] = {}
+        #: tokens looked up, found, and of these in tiers, by slots that have no blocks for the rest yet
+        self._asked: dict[int, tuple[int, int, int]] = {}
         #: blocks of the smallest size that are named already, or were found, by slot
         self._named: Int32 = np.zeros(need.max_num_seqs, np.int32)
         #: leading entries that were given back because they left the window, by group and slot
@@ -127,9 +129,7 @@ class PagedCache(Cache):
         if self._sharing.wait(request, chain, ready, known):
             return CacheHit()
         loads = self._enter(slot, request, found)
-        self._queries += known
-        self._hits += found.num_tokens
-        self._tier_hits += found.num_tokens - ready * self.block_size
+        self._asked[slot] = known, found.num_tokens, found.num_tokens - ready * self.block_size
         self._sharing.lead(slot, chain, ready)
         return CacheHit(found.num_tokens, loads)
 
@@ -184,6 +184,7 @@ class PagedCache(Cache):
             needed += lacking * len(groups)
         rows = needed.nonzero()[0]
         if not len(rows):
+            self._got_in(slots)
             return Allocation(len(slots), slots_of, blocks_of)
         done, total = len(slots), int(np.add.reduce(needed))
         if total > self._pool.num_free:
@@ -203,7 +204,18 @@ class PagedCache(Cache):
             for index in indices:
                 slots_of[index], blocks_of[index] = owners, blocks[start : start + each]
                 start += each
+        self._got_in(slots[:done])
         return Allocation(done, slots_of, blocks_of)
+
+    def _got_in(self, slots: Int32) -> None:
+        """Rows have the blocks that they need: what was found for those among them that are new counts now. Who lacks
+        memory asks again and again."""
+        if self._asked:
+            for slot in self._asked.keys() & set(slots.tolist()):
+                known, hits, loaded = self._asked.pop(slot)
+                self._queries += known
+                self._hits += hits
+                self._tier_hits += loaded
 
     def _missing(self, group: Group, slots: Int64, totals: Int32, reserve: Int32 | None) -> Int32:
         """Blocks that rows lack in a group."""
@@ -338,6 +350,7 @@ class PagedCache(Cache):
     def retire(self, slot: int) -> int:
         """See :meth:`Cache.retire`."""
         self._chains.pop(slot, None)
+        self._asked.pop(slot, None)
         if self._tiers is not None:
             self._tiers.withdraw(slot)
         if self._sharing is not None:
