@@ -131,6 +131,29 @@ class _Study:
                 raise RuntimeError(engine.fault) from engine.fault_cause
 
 
+def _make_study(cache: str, num_requests: int, kv_tokens: int, max_model_len: int, block_size: int) -> _Study:
+    size = int({"block_size": block_size, **CACHES[cache]}["block_size"])
+    if kv_tokens < size:
+        raise TrivetError(
+            f"{kv_tokens} tokens of KV memory are less than one block of {size} tokens: give more tokens, or a smaller "
+            "block size"
+        )
+    try:
+        return _Study(cache, num_requests, kv_tokens, max_model_len, block_size)
+    except CacheMemoryError as error:
+        if error.fits_tokens is None:
+            raise  # it is not about the length of a request
+        raise TrivetError(
+            f"{kv_tokens} tokens of KV memory are too few: the cache {cache!r} cannot hold one request of "
+            f"{max_model_len} tokens in them, rounded up as it does; at most {error.fits_tokens} fit"
+        ) from error
+
+
+def check_setting(cache: str, *, kv_tokens: int, max_model_len: int, block_size: int) -> None:
+    """Raise TrivetError for what :func:`measure` would refuse, before the time for other caches is spent."""
+    _make_study(cache, 1, kv_tokens, max_model_len, block_size).engine.shutdown()
+
+
 def measure(
     cache: str,
     lengths: LengthDistribution,
@@ -160,13 +183,7 @@ def measure(
         trivet.errors.TrivetError: ``kv_tokens`` is too small for one request of ``max_model_len`` tokens, or there are
             so few requests that none waits for memory when the measurement would begin.
     """
-    try:
-        study = _Study(cache, num_requests, kv_tokens, max_model_len, block_size)
-    except CacheMemoryError as error:
-        raise TrivetError(
-            f"{kv_tokens} tokens of KV memory are too few: the cache {cache!r} cannot hold one request of "
-            f"{max_model_len} tokens in them, rounded up as it does; at most {error.fits_tokens} fit"
-        ) from error
+    study = _make_study(cache, num_requests, kv_tokens, max_model_len, block_size)
     try:
         study.run(*lengths.draw(num_requests, max_model_len, seed), on_ended)
     finally:

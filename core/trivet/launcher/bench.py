@@ -24,6 +24,8 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure memory; results as a
 _CACHES = "contiguous-max,contiguous-pow2,contiguous-oracle,paged"
 #: the setting of the paper's figure
 _KV_TOKENS, _MAX_MODEL_LEN, _BLOCK_SIZE = 15_700, 2048, 16
+#: more than anybody has the time for
+_MOST_REQUESTS, _MOST_TOKENS = 10**7, 10**9
 
 
 @bench_app.command("memory")
@@ -37,12 +39,19 @@ def memory(
     num_requests: Annotated[
         int | None,
         typer.Option(
-            "--num-requests", min=1, help="Requests to run; by default 12 times what fits.", show_default=False
+            "--num-requests",
+            min=1,
+            max=_MOST_REQUESTS,
+            help="Requests to run; by default 12 times what fits.",
+            show_default=False,
         ),
     ] = None,
-    kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=1, help="Tokens that the memory holds.")] = _KV_TOKENS,
+    kv_tokens: Annotated[
+        int, typer.Option("--kv-tokens", min=1, max=_MOST_TOKENS, help="Tokens that the memory holds.")
+    ] = _KV_TOKENS,
     max_model_len: Annotated[
-        int, typer.Option("--max-model-len", min=2, help="Longest request, prompt and output together.")
+        int,
+        typer.Option("--max-model-len", min=2, max=_MOST_TOKENS, help="Longest request, prompt and output together."),
     ] = _MAX_MODEL_LEN,
     block_size: Annotated[
         int, typer.Option("--block-size", min=1, help="Tokens per block of the paged cache.")
@@ -60,7 +69,7 @@ def memory(
     leaves room for 15.7K tokens. Lengths are lognormal, with the means of the data set.
     """
     from trivet.bench.lengths import LENGTHS
-    from trivet.bench.memory import enough_requests, measure
+    from trivet.bench.memory import check_setting, enough_requests, measure
 
     names = _names(caches)
     for option, path in (("--plot", plot), ("--json", as_json)):
@@ -78,6 +87,8 @@ def memory(
         "block_size": block_size,
         "seed": seed,
     }
+    for name in names:
+        check_setting(name, kv_tokens=kv_tokens, max_model_len=max_model_len, block_size=block_size)
     uses: list[MemoryUse] = []
     with _bar() as bar:
         for name in names:
@@ -109,8 +120,16 @@ def _check_path(option: str, path: Path | None) -> None:
     """Before the time for a benchmark is spent."""
     if path is None:
         return
+    problem = f"{path} cannot be written: name a file in a folder that exists"
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise typer.BadParameter(f"{path} cannot be written: name a file in a folder that exists", param_hint=option)
+        raise typer.BadParameter(problem, param_hint=option)
+    if not path.exists():
+        # There are folders that nobody can make files in.
+        try:
+            path.touch()
+            path.unlink()
+        except OSError as error:
+            raise typer.BadParameter(f"{problem} ({error.strerror})", param_hint=option) from error
 
 
 def _bar() -> Any:
