@@ -92,6 +92,8 @@ def _parse_mapping(value: Mapping[Any, Any]) -> ParsedPrompt:
     salt = given.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         problems.append(Problem("cache_salt", f"must be a non-empty string, got {show(salt)}"))
+    elif salt is not None and not salt.isascii() and any("\ud800" <= letter <= "\udfff" for letter in salt):
+        problems.append(Problem("cache_salt", f"must be valid Unicode, got {show(salt)} with half of a surrogate pair"))
     data = given.get("multi_modal_data")
     if data is not None and not isinstance(data, Mapping):
         problems.append(Problem("multi_modal_data", f"must be a mapping from modality to data, got {show(data)}"))

@@ -57,6 +57,7 @@ def test_forms(value: Any, expected: ParsedPrompt) -> None:
         ({"prompt_token_ids": []}, "prompt_token_ids", "at least one token"),
         ({"prompt": "x", "promt": 1}, "promt", "did you mean 'prompt'?"),
         ({"prompt": "x", "cache_salt": 5}, "cache_salt", "got 5"),
+        ({"prompt": "x", "cache_salt": "a\ud800"}, "cache_salt", "valid Unicode"),
         ({"prompt": "x", "multi_modal_data": 5}, "multi_modal_data", "mapping"),
     ],
 )
