@@ -19,7 +19,8 @@ class StoringCache(PagedCache):
         return layout
 
     def bind(self, context: Any) -> None:
-        self._table, self._seen, self._stores = context.table, set(), []
+        super().bind(context)
+        self._seen, self._stores = set(), []
         self._kept: dict[int, int] = {}
         self.ended: list[bool] = []
 
