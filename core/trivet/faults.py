@@ -7,6 +7,7 @@ error and the engine takes no more work."""
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from trivet.errors import EngineUnhealthyError, WorkerFault
 from trivet.plan import StepPlan
 from trivet.result import StepResult
-from trivet.roles import PendingStep
+from trivet.roles import PendingStep, ScheduleInputs
 
 if TYPE_CHECKING:
     from trivet.assembly import Parts
 
 logger = logging.getLogger("trivet.engine")
+
+_PERSIST_SECONDS, _PERSIST_BLOCKS = 20.0, 256  # what a shutdown may take for storing; blocks per plan
 
 Flying = deque[tuple[StepPlan, PendingStep, float]]
 """Steps in flight, oldest first: the plan, its result to come, the seconds that scheduling took."""
@@ -166,9 +169,21 @@ class Faults:
                         self._p.committer.commit(plan, result)
             report()
             if self.reason is None:
+                self._persist()
                 self._p.hooks.engine_stopped("shutdown")
         finally:
             self._p.shutdown()
+
+    def _persist(self) -> None:
+        """Let tiers have what should outlive the process, the latest first, for as long as that may take."""
+        p, deadline = self._p, time.monotonic() + _PERSIST_SECONDS
+        try:
+            while time.monotonic() < deadline and p.cache.persist(_PERSIST_BLOCKS):
+                p.planner.begin(ScheduleInputs(p.planner.step_id + 1, 0, 0))
+                plan = p.planner.finish()
+                p.committer.commit(plan, self._submit(plan).result())
+        except Exception:
+            logger.exception("not all of the KV cache could be stored; the rest is computed again after a restart")
 
 
 def describe(error: BaseException) -> str:

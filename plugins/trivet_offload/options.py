@@ -20,4 +20,4 @@ class OffloadOptions(Options):
     namespace: str = ""
     """Blocks on disk are found by engines with the same text here only."""
     persist: bool = True
-    """Whether blocks in host memory are written to disk at shutdown, as far as there is room."""
+    """Whether blocks in the cache and in host memory are written to disk at shutdown, as far as there is room."""

@@ -38,6 +38,7 @@ class OffloadTier(CacheTier):
 
     def __init__(self, context: EngineContext | None, options: OffloadOptions) -> None:
         self._options = options
+        self.persists = options.path is not None and options.persist
         self._folder: Path | None = None
         self._disk: SlotSpace | None = None
         self._generation = self._number = 0

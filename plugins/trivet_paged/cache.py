@@ -404,6 +404,10 @@ class PagedCache(Cache):
             self._sharing.loading.discard(slot)
             self._sharing.advanced([slot], [int(self._named[slot])])
 
+    def persist(self, limit: int) -> bool:
+        """See :meth:`Cache.persist`."""
+        return self._tiers is not None and self._tiers.persist(self._pool.kept(), limit)
+
     def take_events(self) -> tuple[list[BlocksStored], list[BlocksEvicted]]:
         """See :meth:`Cache.take_events`."""
         return self._events.take()

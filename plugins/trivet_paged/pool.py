@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from trivet.events import BlocksEvicted, BlocksStored
 
@@ -33,6 +33,13 @@ class BlockPool:
     def free_blocks(self) -> list[int]:
         """All of them."""
         return [*self._blank, *self._kept]
+
+    def kept(self) -> Iterator[tuple[int, bytes, int]]:
+        """Free blocks with content, the latest first, as (group, digest, block)."""
+        for block in reversed(self._kept):
+            digest = self._digests[block]
+            assert digest is not None
+            yield self._groups[block], digest, block
 
     def take(self, count: int, evicted: list[tuple[int, bytes, int]]) -> list[int]:
         """``count`` ≤ :attr:`num_free` blocks; whose content is lost by that goes to ``evicted`` as (group, digest,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import lcm
 
 import numpy as np
@@ -31,6 +32,7 @@ class TierTraffic:
         self._tiers, self._groups = tiers, groups
         self._align = lcm(*(group.size for group in groups))
         self._queued: list[Transfer] = []
+        self._persisting: Iterator[tuple[int, bytes, int]] | None = None
         self._stores: dict[int, tuple[CacheTier, Transfer]] = {}  # by the transfer's identity
         self._loads: dict[int, _Load] = {}
         #: block → (tier, key) of loads under way
@@ -38,11 +40,11 @@ class TierTraffic:
 
     # ------------------------------------------------------------------ out
 
-    def offer(self, evicted: Sequence[tuple[int, bytes, int]]) -> None:
+    def offer(self, evicted: Sequence[tuple[int, bytes, int]], tiers: Sequence[CacheTier] | None = None) -> None:
         """Blocks (group, digest, block) are about to be written by others. The first tier that wants one takes it, by a
         store that reads it before the next step writes anything."""
         keyed = [(group, tier_key(group, digest), block) for group, digest, block in evicted]
-        for tier in self._tiers:
+        for tier in self._tiers if tiers is None else tiers:
             if known := [key for _, key, _ in keyed if tier.holds(key)]:
                 tier.touch(known)
                 keyed = [entry for entry in keyed if not tier.holds(entry[1])]
@@ -59,6 +61,19 @@ class TierTraffic:
                 store = Transfer(-1, tier.endpoint, -1, -1, 0, 0, blocks, keys, blocking=True, payload=choice.payload)
                 self._queued.append(store)
                 self._stores[id(store)] = tier, store
+
+    def persist(self, content: Iterable[tuple[int, bytes, int]], limit: int) -> bool:
+        """Offer ``limit`` further blocks of ``content``, which stay where they are, to tiers that outlive the process;
+        False when there is nothing left that they take."""
+        tiers = [tier for tier in self._tiers if tier.persists]
+        if self._persisting is None:
+            # No more than they hold, or what came first would make room for what came last.
+            room = sum(tier.stats().capacity for tier in tiers)
+            missing = (one for one in content if not any(tier.holds(tier_key(*one[:2])) for tier in tiers))
+            self._persisting = islice(missing, room)
+        queued = len(self._queued)
+        self.offer(list(islice(self._persisting, limit)), tiers)
+        return len(self._queued) > queued
 
     def take_stores(self) -> list[Transfer]:
         """Stores for the next plan, once."""

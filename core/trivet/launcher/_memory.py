@@ -330,13 +330,32 @@ class _Sizing:
             case: What does not fit.
             short: Whether the cache has refused, which names the length and the memory that would do.
         """
-        found = [*self._memories(case, short=short), *self._types(case), *self._budgets(case)]
+        found = [
+            *self._tiers(case),
+            *self._memories(case, short=short),
+            *self._types(case),
+            *self._budgets(case),
+        ]
         if found:
             return f" {'What would fit too' if short else 'What would fit'}: {'; or '.join(found)}."
         if short:
             return ""
         narrower = "dtype: bfloat16, " if self._files.dtype == "float32" else ""
         return f" No setting of the KV cache makes it fit: choose {narrower}a smaller model or a larger device."
+
+    def _tiers(self, case: _Case) -> Iterator[str]:
+        """Less host memory for the cache tiers."""
+        estimate, host = self._estimate(case.budget), self._host_bytes
+        if not host or estimate is None or estimate.device != "cpu":
+            return
+        self._host_bytes = 0
+        try:
+            outcome = self._attempt(case)
+        finally:
+            self._host_bytes = host
+        if outcome is not None and estimate.free_bytes > outcome.total:
+            room = format_size(estimate.free_bytes - outcome.total).removeprefix("~")
+            yield f"host_memory of at most {room} for the tiers of plugins.cache_tier"
 
     def _memories(self, case: _Case, *, short: bool) -> Iterator[str]:
         """A size of the cache: from what a request of the full length needs to what is free. If that is too little,

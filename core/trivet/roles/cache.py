@@ -177,6 +177,12 @@ class Cache(Role):
         """A load or store, also a connector's, ended on every worker; the core settles its own lease right after. Tells
         a cache when a tier, or a block, has the content."""
 
+    def persist(self, limit: int) -> bool:
+        """The engine shuts down in order and nothing runs any more: queue stores (:meth:`take_stores`) of up to
+        ``limit`` further blocks whose content should outlive the process. Returns whether there were any; asked again
+        once these stores were carried out."""
+        return False
+
     @abstractmethod
     def reset(self) -> bool:
         """Forget all cached content; False (and no change) while blocks are in use."""

@@ -56,6 +56,8 @@ class CacheTier(Role):
     role: ClassVar[str] = "cache_tier"
     #: the ``Transfer.endpoint`` that its worker half answers to
     endpoint: str = ""
+    #: whether it keeps content beyond the process; the cache then offers it what the pool still has at the shutdown
+    persists: bool = False
 
     def check(self, context: EngineContext, layout: KVLayout) -> None:
         """Raise :class:`trivet.errors.TrivetError` for options that cannot work with this layout, naming them. Called

@@ -205,6 +205,15 @@ def test_a_cache_larger_than_the_machine_names_what_is_free(site: Site, run: Run
     memory_plan(run, config, "--set", f"plugins.cache.memory={most}MiB")
 
 
+def test_a_tier_larger_than_the_machine_is_what_is_blamed(site: Site, run: Run) -> None:
+    plugins = {"cache": {"use": "paged", "memory": "1MiB"}, "cache_tier": [{"use": "offload", "host_memory": "1GiB"}]}
+    config = model_config(site, model_folder(site), plugins=plugins)
+    _, error = refusal(run, config)
+    assert "No setting" not in error
+    most = error.partition("host_memory of at most ")[2].split("MiB")[0]
+    memory_plan(run, config, "--set", f"plugins.cache_tier.0.host_memory={most}MiB")
+
+
 def test_what_is_free_may_hold_a_shorter_request_only(site: Site, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder(site)
     config = model_config(site, folder, max_model_len=256, plugins={"cache": {"use": "paged", "memory": "1GiB"}})
