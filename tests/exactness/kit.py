@@ -137,6 +137,8 @@ def settings(model: Path, family: str, *, block_size: int, budget: int, small: b
             for window in WINDOWS.get(family, (None,))
         ]
         cache["num_blocks"] = 1 + sum(blocks) + 2
+    else:
+        cache["num_blocks"] = 60_000 // block_size  # all requests of a test, in every group
     scheduler = {"use": "continuous", "max_num_batched_tokens": budget, "max_num_seqs": 24}
     plugins = {"cache": cache, "scheduler": scheduler}
     return {
