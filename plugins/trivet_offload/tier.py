@@ -46,7 +46,7 @@ class OffloadTier(CacheTier):
         self._under_way: dict[bytes, Moves] = {}
         #: keys that a load from disk puts into host memory too, which does not have them yet
         self._arriving: set[bytes] = set()
-        self._stored = self._loaded = self._dropped = self._store_bytes = self._load_bytes = 0
+        self._stored = self._loaded = self._dropped = self._refused = self._store_bytes = self._load_bytes = 0
 
     def check(self, context: EngineContext, layout: KVLayout) -> None:
         if sum(tier.endpoint == self.endpoint for tier in context.all("cache_tier")) > 1:
@@ -92,9 +92,12 @@ class OffloadTier(CacheTier):
         moves = self._begin()
         taken: list[bool] = []
         for key in keys:
-            taken.append(not self.holds(key) and self._place(key, moves))
+            held = self.holds(key)
+            taken.append(not held and self._place(key, moves))
             if taken[-1]:
                 moves.host.append(self._host.slot(key))
+            elif not held:
+                self._refuse()
         return TierStore(taken, self._send(moves) if any(taken) else b"")
 
     def load(self, keys: Sequence[bytes]) -> TierLoad:
@@ -191,6 +194,16 @@ class OffloadTier(CacheTier):
             self._disk.clear()
             _write_generation(self._folder, self._generation)
 
+    def _refuse(self) -> None:
+        """A block is lost because every place in host memory is being written or read."""
+        if not self._refused:
+            _logger.warning(
+                "plugins.cache_tier: one step evicts more than the host memory of 'offload' holds (%d blocks), and the "
+                "rest is dropped; raise its host_memory",
+                self._host.capacity,
+            )
+        self._refused += 1
+
     # ------------------------------------------------------------------ places
 
     def _begin(self) -> Moves:
@@ -239,6 +252,7 @@ class OffloadTier(CacheTier):
             stored=self._stored,
             loaded=self._loaded,
             dropped=self._dropped,
+            refused=self._refused,
             store_bytes=self._store_bytes,
             load_bytes=self._load_bytes,
         )

@@ -42,6 +42,7 @@ class TierStats:
     stored: int = 0
     loaded: int = 0
     dropped: int = 0  #: forgotten to make room, or because they were damaged or lost
+    refused: int = 0  #: offered and not taken, for lack of room
     store_bytes: int = 0
     load_bytes: int = 0
 

@@ -75,3 +75,14 @@ def test_a_store_that_fails_at_the_shutdown_costs_content_only(tmp_path: Path, m
     monkeypatch.setattr(TierTraffic, "persist", broken)
     assert life(tmp_path, [None], 80)[0] == [0] * 5
     assert "not all of the KV cache could be stored" in caplog.text
+
+
+def test_more_evictions_in_a_step_than_host_memory_holds_are_counted_and_told_once(tmp_path: Path, caplog: Any) -> None:
+    """Prompts of 11 blocks push each other out of a pool of 18, through host memory of 8."""
+    _, figures = life(tmp_path, [None], 18, host="512B")
+    assert figures.refused >= 3
+    assert caplog.text.count("raise its host_memory") == 1
+    caplog.clear()
+    _, figures = life(tmp_path / "ample", [None], 18)
+    assert figures.refused == 0
+    assert "raise its host_memory" not in caplog.text
