@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from trivet.context import Context
 from trivet.hookspecs import hookimpl
-from trivet.provider import Provider
+from trivet.provider import Provider, Suitability
+
+
+def _suits(_context: Context) -> Suitability:
+    return Suitability(10, "serves every decoder-only model of transformers")
 
 
 @hookimpl
@@ -14,6 +19,7 @@ def trivet_providers() -> list[Provider]:
             role="model",
             name="transformers",
             factory="trivet_transformers.model:TransformersModel",
+            suits=_suits,
             capabilities={"tasks": ("generate", "embed")},
             requires={"torch": "trivet", "transformers": "trivet"},
             summary="Any decoder-only model of transformers, through its attention interface.",

@@ -29,8 +29,9 @@ BUNDLED_PACKAGES: dict[str, tuple[str, ...]] = {
     "cache_tier": ("trivet_offload",),
     "executor": ("trivet_inline",),
     "runner": ("trivet_torch",),
-    "model": ("trivet_transformers",),
-    "attention": ("trivet_torch_attention",),
+    "model": ("trivet_native", "trivet_transformers"),
+    "attention": ("trivet_triton_attention", "trivet_cpu_attention", "trivet_torch_attention"),
+    "quantization": ("trivet_quantization",),
     "sampler": ("trivet_sampler",),
     "tokenizer": ("trivet_hf_tokenizer",),
 }

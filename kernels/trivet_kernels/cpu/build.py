@@ -1,0 +1,173 @@
+"""Compiles the C sources on first use, keeps the result, and loads it.
+
+The sources are compiled by the system's C compiler for one instruction set (see :mod:`trivet_kernels.cpu.levels`),
+which takes a few seconds once; the library is kept in the user's cache folder by a digest of sources, flags and
+compiler. Parallel loops use the OpenMP runtime that torch has loaded already, so that both share one pool of threads:
+two pools would spin against each other. Where there is no compiler, or it fails, there is no library, and callers use
+torch's own operations; :func:`problem` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from trivet_kernels.cpu.levels import Level, usable_levels
+
+logger = logging.getLogger("trivet.kernels")
+
+_SOURCES = Path(__file__).parent / "csrc"
+_COMPILERS = ("gcc", "cc", "clang")
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-psabi")
+_TIMEOUT = 300
+_lock = threading.Lock()
+
+
+class BuildError(RuntimeError):
+    """The native kernels cannot be compiled or loaded here; the message says why."""
+
+
+def problem() -> str | None:
+    """Why :func:`library` has nothing to give, or None if it has; compiles if need be."""
+    return _outcome()[1]
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels for this processor, or None (a warning is logged once); compiles if need be."""
+    return _outcome()[0]
+
+
+def compiler() -> str | None:
+    """Path of the system's C compiler, None if there is none."""
+    return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+
+
+def _outcome() -> tuple[ctypes.CDLL | None, str | None]:
+    with _lock:
+        return _build_and_load()
+
+
+@functools.cache
+def _build_and_load() -> tuple[ctypes.CDLL | None, str | None]:
+    try:
+        return load(build(usable_levels(), cache_folder())), None
+    except (BuildError, OSError, subprocess.SubprocessError) as error:
+        logger.warning("native CPU kernels are not available, torch's own operations are used instead: %s", error)
+        return None, str(error)
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept: ``$XDG_CACHE_HOME/trivet/kernels``, by default under ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "trivet" / "kernels"
+
+
+def build(levels: Sequence[Level], folder: Path) -> Path:
+    """The library for the first of ``levels`` that the compiler knows, compiled unless ``folder`` has it.
+
+    Processes that compile the same at once do not disturb each other: each writes a file of its own and moves it into
+    place.
+
+    Raises:
+        BuildError: There is no compiler, or it fails for every level; the message ends with what it says.
+    """
+    found = compiler()
+    if found is None:
+        raise BuildError(f"no C compiler ({', '.join(_COMPILERS)}) is on the PATH; install gcc")
+    sources = sorted(_SOURCES.glob("*.c"))
+    said = ""
+    for level in levels:
+        target = folder / f"{level.name}-{_digest(found, level)}.so"
+        if target.is_file():
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(handle)
+        temporary = Path(name)
+        # Not linked against an OpenMP runtime: its functions are found in the one that is loaded.
+        command = [found, *_FLAGS, *level.flags, "-c"]
+        try:
+            said = _compile(command, found, sources, temporary)
+            if not said:
+                temporary.chmod(0o755)
+                temporary.replace(target)
+                logger.info("compiled the native CPU kernels for %s: %s", level.name, target)
+                return target
+        finally:
+            temporary.unlink(missing_ok=True)
+    raise BuildError(f"{found} cannot compile them: {said.strip()[-500:]}")
+
+
+def _compile(command: list[str], linker: str, sources: Sequence[Path], target: Path) -> str:
+    """Compile every source, all at once, and link them into ``target``; returns what went wrong, empty if nothing."""
+    with tempfile.TemporaryDirectory() as work:
+        objects = [Path(work) / f"{source.stem}.o" for source in sources]
+        running = [
+            subprocess.Popen(  # noqa: S603 - the system's compiler on our own sources
+                [*command, str(source), "-o", str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for source, out in zip(sources, objects, strict=True)
+        ]
+        outputs = [(process, process.communicate(timeout=_TIMEOUT)[0]) for process in running]
+        failed = [output for process, output in outputs if process.returncode]
+        if failed:
+            return failed[0] or "the compiler failed without a word"
+        linked = subprocess.run(  # noqa: S603
+            [linker, "-shared", "-o", str(target), *map(str, objects), "-lm"],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
+        )
+        return (linked.stderr or "the linker failed without a word") if linked.returncode else ""
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Load a library that :func:`build` made.
+
+    Raises:
+        BuildError: It cannot be loaded.
+    """
+    import torch
+
+    torch.get_num_threads()  # torch's OpenMP runtime is in the process from here on
+    runtime = _openmp_runtime()
+    try:
+        if runtime is not None:
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from error
+
+
+def _openmp_runtime() -> str | None:
+    """The OpenMP runtime in this process, None if the system does not tell."""
+    maps = Path("/proc/self/maps")
+    if sys.platform != "linux" or not maps.is_file():
+        return None
+    for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
+        path = line.split(maxsplit=5)[-1] if line.count(" ") > 4 else ""
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            return path
+    return None
+
+
+@functools.cache
+def _digest(found: str, level: Level) -> str:
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603
+    digest = hashlib.sha256()
+    for part in (found, version, *_FLAGS, *level.flags):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:20]

@@ -1,0 +1,1 @@
+"""Paged attention by native kernels on CPUs."""

@@ -1,0 +1,1 @@
+"""Common decoder families with fused and packed weights: the fast path."""

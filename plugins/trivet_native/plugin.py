@@ -1,0 +1,25 @@
+"""Plugin ``native``: common decoder families on a fast path."""
+
+from __future__ import annotations
+
+from trivet.context import Context
+from trivet.hookspecs import hookimpl
+from trivet.provider import Provider, Suitability
+
+
+def _suits(_context: Context) -> Suitability:
+    return Suitability(None, "not ready")
+
+
+@hookimpl
+def trivet_providers() -> list[Provider]:
+    """Offer the provider."""
+    return [
+        Provider(
+            role="model",
+            name="native",
+            factory="trivet_native.model:NativeModel",
+            suits=_suits,
+            summary="Common decoder families with fused and packed weights.",
+        )
+    ]

@@ -1,0 +1,1 @@
+"""Weights of eight and four bits, and those of GGUF files as they are."""
