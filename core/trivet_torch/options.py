@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -20,5 +20,13 @@ class RunnerOptions(Options):
     """Whether the largest step is tried out at the start, to measure the memory that it takes: `auto` does so on
     accelerators only, since it takes seconds on a CPU. Without it the workspace is estimated on an accelerator, and on
     a CPU it is part of what `cpu_memory_share` leaves free."""
+    enforce_eager: bool = Field(False, json_schema_extra=flat("enforce_eager"))
+    """Launch every kernel of a decode step by itself instead of replaying CUDA graphs: starts faster, decodes slower.
+    Without effect on a CPU."""
+    cudagraph_capture_sizes: list[Annotated[int, Field(ge=1)]] | None = Field(
+        None, json_schema_extra=flat("cudagraph_capture_sizes")
+    )
+    """Batch sizes whose decode steps are recorded as CUDA graphs; smaller batches are padded to the next one, larger
+    ones are not replayed. By default 1, 2, 4 and every eighth size, up to `max_num_seqs` or 512."""
     grammar_threads: int = Field(2, ge=1)
     """Most structured outputs that are compiled at once."""

@@ -16,6 +16,7 @@ from trivet.roles import DraftInputs, MemoryEstimate
 from trivet.worker import PersistentBatch, StepRunner, forward_batch, prepare_inputs
 from trivet_schemas.options import format_size
 from trivet_schemas.sampling import SamplingParams
+from trivet_torch.graphs import CudaBackend, DecodeGraphs, GraphBackend, default_sizes
 from trivet_torch.memory import available_bytes, device_memory, workspace_bytes
 from trivet_torch.options import RunnerOptions
 from trivet_torch.trial import largest_step, measure, trial_layout
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from trivet.context import WorkerContext
     from trivet.plan import StepPlan
     from trivet.result import StepResult
-    from trivet.roles import KVLayout, ModelInfo, WorkerInfo
+    from trivet.roles import ForwardBatch, ForwardOutput, KVLayout, ModelInfo, WorkerInfo
 
 logger = logging.getLogger("trivet.runner")
 
@@ -68,6 +69,7 @@ class TorchRunner(StepRunner):
     def __init__(self, context: WorkerContext, options: RunnerOptions) -> None:
         super().__init__(context)
         self._options = options
+        self._graphs: DecodeGraphs | None = None
         self.grammar_threads = options.grammar_threads
 
     def load(self) -> WorkerInfo:
@@ -105,8 +107,12 @@ class TorchRunner(StepRunner):
         )
 
     def allocate(self, layout: KVLayout) -> None:
-        """See :meth:`trivet.roles.Runner.allocate`; logs what the memory goes to."""
+        """See :meth:`trivet.roles.Runner.allocate`; records decode steps as graphs where the device has them, and logs
+        what the memory goes to."""
         super().allocate(layout)
+        self._graphs = self._make_graphs(layout, self._graph_sizes)
+        if self._graphs is not None:
+            self._record(self._graphs)
         measured = self._info.workspace_bytes
         workspace, how = (self._estimate(self._info.model), "estimated") if measured is None else (measured, "measured")
         logger.info(
@@ -123,6 +129,51 @@ class TorchRunner(StepRunner):
     def execute(self, plan: StepPlan) -> StepResult:
         """See :meth:`trivet.roles.Runner.execute`."""
         return super().execute(plan)
+
+    def _forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if self._graphs is not None and (output := self._graphs.forward(batch)) is not None:
+            return output
+        return super()._forward(batch)
+
+    def _graph_backend(self) -> GraphBackend | None:
+        """What records graphs on the device, None where nothing does."""
+        return CudaBackend(self._device) if self._device.type == "cuda" else None
+
+    @property
+    def _graph_sizes(self) -> list[int]:
+        limit = self._context.max_num_seqs
+        given = self._options.cudagraph_capture_sizes
+        return default_sizes(limit) if given is None else sorted({min(size, limit) for size in given})
+
+    def _make_graphs(self, layout: KVLayout, sizes: list[int]) -> DecodeGraphs | None:
+        """Graphs yet to be recorded; None where there are none, with the reason in the log."""
+        backend = self._graph_backend()
+        if backend is None or self._options.enforce_eager or not sizes:
+            return None
+        problem = self._not_recordable()
+        if problem is not None:
+            logger.info("decode steps run without CUDA graphs: %s", problem)
+            return None
+        return DecodeGraphs(
+            backend,
+            self._model,
+            self._attention,
+            layout,
+            sizes=sizes,
+            max_model_len=self._context.max_model_len,
+            device=self._device,
+        )
+
+    def _not_recordable(self) -> str | None:
+        if self._relays:
+            return "a connector or cache tier is told of every layer"
+        parts = {"model": self._model.capturable, "attention": self._attention.capturable}
+        lacking = [f"{role} {type(self._context.get(role)).__name__}" for role, able in parts.items() if not able]
+        return f"{' and '.join(lacking)} cannot be recorded" if lacking else None
+
+    @torch.inference_mode()
+    def _record(self, graphs: DecodeGraphs) -> int:
+        return graphs.capture()
 
     def _prepare_device(self) -> str:
         self._device = resolve_device(self._context.device)
@@ -169,13 +220,26 @@ class TorchRunner(StepRunner):
             for group in range(len(layout.groups)):
                 self._attention.zero_blocks(group, self._tensor(np.array([0, 1], np.int32)))
             taken = measure(self._device, lambda: self._try_step(plan, layout))
+            graphs = self._graph_bytes(layout)
         except torch.OutOfMemoryError as exc:
             raise CacheMemoryError(
                 f"a step of {context.max_num_batched_tokens} tokens and {context.max_num_seqs} requests does not fit "
                 f"into what the weights leave of the memory of {self._device}; set max_num_batched_tokens or "
                 f"max_num_seqs of the scheduler lower: {exc}"
             ) from exc
-        return self._estimate(info.model) if taken is None else taken
+        return (self._estimate(info.model) if taken is None else taken) + graphs
+
+    def _graph_bytes(self, layout: KVLayout) -> int:
+        """What all graphs will take: recorded on the trial's cache, the largest shows what their common memory is, the
+        second largest what each further one adds."""
+        sizes = self._graph_sizes
+        first = self._make_graphs(layout, sizes[-2:])
+        if first is None:
+            return 0
+        largest = self._make_graphs(layout, sizes[-1:])
+        assert largest is not None
+        alone, both = self._record(largest), self._record(first)
+        return alone + max(0, both - alone) * (len(sizes) - 1)
 
     def _try_step(self, plan: StepPlan, layout: KVLayout) -> None:
         """Compute, draw and draft without anybody's hooks: these are nobody's requests."""

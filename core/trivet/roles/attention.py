@@ -54,6 +54,9 @@ class Attention(Role):
     """Paged attention for a mixed batch: prefill chunks, decodes and verified drafts in one call per layer."""
 
     role: ClassVar[str] = "attention"
+    #: whether :meth:`forward` with prepared metadata can be recorded into a CUDA graph, and replayed with other
+    #: contents of the same tensors, for any lengths up to the metadata's maxima
+    capturable: bool = False
 
     @abstractmethod
     def support(self, spec: LayerKVSpec) -> AttentionSupport:

@@ -69,6 +69,9 @@ class Model(Role):
     """Loads weights and runs the forward pass; attention goes through the bound attention provider."""
 
     role: ClassVar[str] = "model"
+    #: whether :meth:`forward` of a decode step can be recorded into a CUDA graph, and replayed with other contents of
+    #: the same tensors: it reads nothing from the device and takes no decision from what tensors hold
+    capturable: bool = False
 
     @abstractmethod
     def load(self) -> ModelInfo:

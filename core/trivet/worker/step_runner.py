@@ -57,6 +57,8 @@ class StepRunner(Runner):
         self._grammars: GrammarPool | None = None
         self._transfers: TransferEndpoints | None = None
         self._drafters = DrafterPool((), context.max_num_seqs)
+        #: whether somebody is told of every layer of a forward pass
+        self._relays = False
         #: slot → who was told of its request, and is told when it leaves
         self._told: dict[int, list[Any]] = {}
         #: slot → epoch of requests that ended with an error here; the engine may not know yet
@@ -81,6 +83,10 @@ class StepRunner(Runner):
         """What the model or attention computed, as a float32 numpy array."""
         return np.asarray(values, np.float32)
 
+    def _forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """The forward pass of a step; a subclass may replay a recorded one instead."""
+        return self._model.forward(batch)
+
     # ------------------------------------------------------------------ start
 
     def load(self) -> WorkerInfo:
@@ -102,7 +108,7 @@ class StepRunner(Runner):
         tokens = min(context.tokenizer_size or info.vocab_size, info.vocab_size)
         self._sampler.bind(info.vocab_size, tokens, context.max_num_seqs, context.all("logits_processor"))
         self._drafters = DrafterPool(context.all("drafter"), context.max_num_seqs)
-        context.hooks.bind("forward", self._model.forward)
+        context.hooks.bind("forward", self._forward)
         context.hooks.bind("sample", self._sampler.sample)
         if self._drafters:
             context.hooks.bind("draft", self._drafters.propose)
@@ -129,6 +135,7 @@ class StepRunner(Runner):
         connector = context.get("connector")
         workers: list[TransferWorker] = [*context.all("cache_tier"), *([] if connector is None else [connector])]
         listeners = [worker for worker in workers if worker.wants_layers]
+        self._relays = bool(listeners)
         attention = LayerRelay(self._attention, listeners) if listeners else self._attention
         self._model.bind(attention, layout)
         self._drafters.bind(attention, layout)
