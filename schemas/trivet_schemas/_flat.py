@@ -46,6 +46,8 @@ def distribute_flat(
 
 
 def _set_option(spread: Spread, plugins: dict[str, Any], role: str, option: str, name: str, value: Any) -> None:
+    if option == "use" and value is None:
+        return  # no choice, as a script may pass it on
     given = plugins.get(role, {})
     path = join_path("plugins", role)
     if isinstance(given, list | tuple):

@@ -18,12 +18,15 @@ Providers = Mapping[str, Mapping[str, type[BaseModel] | None]]
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def engine_json_schema(providers: Providers, many: Collection[str] | None = None) -> dict[str, Any]:
+def engine_json_schema(
+    providers: Providers, many: Collection[str] | None = None, optional: Collection[str] = ()
+) -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a configuration file.
 
     Args:
         providers: Every installed provider with its option model.
         many: The roles that take a list of plugins; None lets every role take one.
+        optional: The roles whose name is a key of its own, with the name of a provider as its value.
 
     Returns:
         A schema that accepts what :func:`trivet_schemas.yaml_io.load_config_file` accepts and, beyond that, checks the
@@ -53,6 +56,9 @@ def engine_json_schema(providers: Providers, many: Collection[str] | None = None
     }
     for name, targets in collect_flat_names(providers).items():
         properties[name] = _flat_property(definitions, providers, name, targets)
+    for role in optional:
+        names = {"enum": [AUTO, *providers.get(role, {})]}
+        properties[role] = {"description": f"Short for plugins.{role}.use.", **names}
     return {"$schema": _DIALECT, **schema, "title": "Trivet configuration", "$defs": definitions}
 
 

@@ -73,7 +73,8 @@ def schema() -> None:
     providers[EXTENSION] = dict(_extensions(catalog))
     one = {Cardinality.ONE, Cardinality.OPTIONAL}
     many = [EXTENSION, *(role for role, cardinality in CARDINALITY.items() if cardinality not in one)]
-    typer.echo(json.dumps(engine_json_schema(providers, many), indent=2, ensure_ascii=False))
+    optional = [role for role, cardinality in CARDINALITY.items() if cardinality is Cardinality.OPTIONAL]
+    typer.echo(json.dumps(engine_json_schema(providers, many, optional), indent=2, ensure_ascii=False))
     for plugin in catalog.plugins:
         for problem in plugin.problems:
             complain(f"left out: {problem}", kind="note")

@@ -13,7 +13,7 @@ from trivet.registry.imports import import_problems, load, load_options_model, m
 from trivet.registry.offers import EXTENSION, collect_offers, collect_specs
 from trivet.registry.records import Offer, Origin, Plugin
 from trivet.registry.validation import check_hooks, core_specs, scan
-from trivet.roles.base import CARDINALITY
+from trivet.roles.base import CARDINALITY, Cardinality
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -132,7 +132,8 @@ def known_flat_names(
 
     They are declared by the option models of the bundled plugins, of ``objects``, and of the providers that
     ``selections`` names (the ``plugins`` section of a configuration, in any of its forms). Another installed plugin is
-    not active, so its names are neither taken nor in the way.
+    not active, so its names are neither taken nor in the way. The name of an optional role chooses its provider:
+    ``quantization="int8"``.
     """
     from trivet_schemas.options import collect_flat_names
 
@@ -141,7 +142,8 @@ def known_flat_names(
     for role, known in catalog.option_models().items():
         for name in _named((selections or {}).get(role)) & known.keys():
             models.setdefault(role, {})[name] = known[name]
-    return collect_flat_names(models)
+    roles = {role: [(role, "use")] for role, takes in CARDINALITY.items() if takes is Cardinality.OPTIONAL}
+    return {**roles, **collect_flat_names(models)}
 
 
 def _named(selection: Any) -> set[str]:

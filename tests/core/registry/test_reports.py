@@ -104,7 +104,8 @@ def test_flat_arguments_come_from_bundled_and_named_plugins_only(world: Any) -> 
     world.bundle(a=OFFERS.format(name="continuous"))
     source = OFFERS.format(name="theirs").replace("max_num_seqs", "their_seqs").replace("seqs: int", "count: int")
     world.plugin("theirs", source)
-    assert known_flat_names() == {"max_num_seqs": [("scheduler", "seqs")]}
+    optional = {"quantization": [("quantization", "use")], "connector": [("connector", "use")]}
+    assert known_flat_names() == {"max_num_seqs": [("scheduler", "seqs")], **optional}
     for selections in ({"scheduler": "theirs"}, {"scheduler": {"use": "theirs"}}, {"scheduler": [{"use": "theirs"}]}):
         assert known_flat_names(selections=selections)["their_seqs"] == [("scheduler", "count")]
 
