@@ -6,6 +6,8 @@ Every implementation gives the same results within rounding; :mod:`trivet_kernel
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,8 +68,17 @@ class Ops(ABC):
 
 
 def ops_for(device: torch.device) -> Ops:
-    """The fastest operations there are for a device."""
-    del device  # torch's own run on all of them
+    """The fastest operations there are for a device; the first call on a CPU may compile them."""
+    if device.type == "cpu":
+        from trivet_kernels.cpu.build import library
+
+        if (native := library()) is not None:
+            from trivet_kernels.cpu.ops import NativeOps
+
+            return NativeOps(native)
+    elif device.type == "cuda" and find_spec("triton") and find_spec("trivet_kernels.triton.ops"):
+        made: Ops = import_module("trivet_kernels.triton.ops").TritonOps()
+        return made
     from trivet_kernels.reference.ops import ReferenceOps
 
     return ReferenceOps()

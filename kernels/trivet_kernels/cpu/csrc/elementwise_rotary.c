@@ -1,0 +1,102 @@
+/* Rotary position embedding of queries and keys in place, after a norm of each head where there is one. */
+#include "elementwise_vec.h"
+
+typedef struct {
+    void *x;             /* [tokens, heads, dim] */
+    const float *weight; /* of the norm [dim], NULL for none */
+    int64_t heads, token_stride, head_stride;
+} heads_t;
+
+typedef struct {
+    const int64_t *positions;
+    const float *table;
+    int64_t table_stride, dim, width;
+    float eps;
+} rotary_t;
+
+/* The head as floats, normalised if there are weights. */
+INLINE void widen_head(const void *x, const float *weight, float *head, int64_t dim, float eps, int dtype) {
+    vec_t sum = {};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec_t value = i + LANES <= dim ? load(x, i, dtype) : load_part(x, i, dim - i, dtype);
+        sum += value * value;
+        store(head, i, value, TRIVET_F32); /* there is room for whole vectors */
+    }
+    if (!weight) return;
+    const float scale = 1.0f / sqrtf(sum_of_lanes(sum) / (float)dim + eps);
+    int64_t i = 0;
+    for (; i + LANES <= dim; i += LANES)
+        store(head, i, load(head, i, TRIVET_F32) * scale * load(weight, i, TRIVET_F32), TRIVET_F32);
+    for (; i < dim; i++) head[i] = head[i] * scale * weight[i];
+}
+
+INLINE void narrow_head(const float *head, void *x, int64_t count, int dtype) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(x, i, load(head, i, TRIVET_F32), dtype);
+    if (i < count) store_part(x, i, count - i, load_part(head, i, count - i, TRIVET_F32), dtype);
+}
+
+INLINE void rotate(float *head, const float *cosines, int64_t width, int interleaved) {
+    const int64_t half = width / 2;
+    const float *sines = cosines + half;
+    int64_t i = 0;
+    if (interleaved) {
+        for (; i < half; i++) {
+            float a = head[2 * i], b = head[2 * i + 1];
+            head[2 * i] = a * cosines[i] - b * sines[i];
+            head[2 * i + 1] = b * cosines[i] + a * sines[i];
+        }
+        return;
+    }
+    for (; i + LANES <= half; i += LANES) {
+        vec_t a = load(head, i, TRIVET_F32), b = load(head, half + i, TRIVET_F32);
+        vec_t c = load(cosines, i, TRIVET_F32), s = load(sines, i, TRIVET_F32);
+        store(head, i, a * c - b * s, TRIVET_F32);
+        store(head, half + i, b * c + a * s, TRIVET_F32);
+    }
+    for (; i < half; i++) {
+        float a = head[i], b = head[half + i];
+        head[i] = a * cosines[i] - b * sines[i];
+        head[half + i] = b * cosines[i] + a * sines[i];
+    }
+}
+
+/* Largest size of a head; the caller checks it. */
+enum { MAX_DIM = 1024 };
+
+INLINE void rotate_heads(const heads_t *heads, const rotary_t *a, int64_t token, int interleaved, int dtype) {
+    float head[MAX_DIM + LANES];
+    const float *cosines = a->table + a->positions[token] * a->table_stride;
+    const int64_t size = dtype == TRIVET_F32 ? 4 : 2;
+    for (int64_t h = 0; h < heads->heads; h++) {
+        char *x = (char *)heads->x + (token * heads->token_stride + h * heads->head_stride) * size;
+        widen_head(x, heads->weight, head, heads->weight ? a->dim : a->width, a->eps, dtype);
+        rotate(head, cosines, a->width, interleaved);
+        narrow_head(head, x, heads->weight ? a->dim : a->width, dtype);
+    }
+}
+
+/* Returns 0; or 1, with nothing done, if a position is not one of `num_positions`, the rows of the table. */
+int64_t trivet_rotary(void *query, void *key, const int64_t *positions, const float *table, const float *query_weight,
+                      const float *key_weight, int64_t tokens, int64_t query_heads, int64_t key_heads, int64_t dim,
+                      int64_t width, int64_t query_token, int64_t query_head, int64_t key_token, int64_t key_head,
+                      int64_t table_stride, int64_t num_positions, float eps, int64_t interleaved, int64_t dtype,
+                      int64_t num_threads) {
+    const rotary_t a = {positions, table, table_stride, dim, width, eps};
+    const heads_t both[2] = {{query, query_weight, query_heads, query_token, query_head},
+                             {key, key_weight, key_heads, key_token, key_head}};
+    for (int64_t token = 0; token < tokens; token++)
+        if (positions[token] < 0 || positions[token] >= num_positions) return 1;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(static)
+    for (int64_t token = 0; token < tokens; token++)
+        for (int i = 0; i < 2; i++) {
+            if (dtype == TRIVET_F32) {
+                if (interleaved) rotate_heads(&both[i], &a, token, 1, TRIVET_F32);
+                else rotate_heads(&both[i], &a, token, 0, TRIVET_F32);
+            } else {
+                if (interleaved) rotate_heads(&both[i], &a, token, 1, TRIVET_BF16);
+                else rotate_heads(&both[i], &a, token, 0, TRIVET_BF16);
+            }
+        }
+    return 0;
+}
