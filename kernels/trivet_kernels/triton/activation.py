@@ -1,0 +1,46 @@
+"""Gated activations: ``silu(gate) * up`` and ``gelu(gate) * up``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+
+from trivet_kernels.triton.compat import jit
+
+SILU = tl.constexpr(0)
+GELU_TANH = tl.constexpr(1)
+GELU_ERF = tl.constexpr(2)
+
+
+@jit()
+def _logistic(x: Any) -> Any:
+    """``1 / (1 + e⁻ˣ)``, by an exponential that cannot overflow."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1.0 + small)
+
+
+@jit()
+def gated_kernel(
+    x: Any,
+    out: Any,
+    x_row_stride: Any,
+    out_row_stride: Any,
+    size: Any,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+) -> Any:
+    """One block of columns of one row: ``out = act(x[:size]) * x[size:]``."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < size
+    gate = tl.load(x + row * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_row_stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    if kind == SILU:
+        active = gate * _logistic(gate)
+    elif kind == GELU_TANH:
+        # 0.5 * (1 + tanh(z)) is the logistic function of 2z; z = sqrt(2 / pi) * (g + 0.044715 g³).
+        active = gate * _logistic(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    tl.store(out + row * out_row_stride + column, active * up, mask=inside)
