@@ -19,7 +19,10 @@ def trivet_providers() -> list[Provider]:
             role="model",
             name="native",
             factory="trivet_native.model:NativeModel",
+            options="trivet_native.options:NativeOptions",
             suits=_suits,
+            capabilities={"tasks": ("generate", "embed")},
+            requires={"torch": "trivet", "transformers": "trivet"},
             summary="Common decoder families with fused and packed weights.",
         )
     ]

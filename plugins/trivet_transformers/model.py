@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from trivet.errors import ModelLoadError
-from trivet.model_source import resolve_model
 from trivet.roles.kv import KVKind, LayerKVSpec
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
+from trivet_torch.dtypes import resolve_dtype
+from trivet_torch.rope import check_rope
 from trivet_torch.weights import load_causal_lm
 from trivet_transformers.interface import KEYWORD, NAME, Layer, PagedHandler, register, take_temperature
 from trivet_transformers.probe import body_of, head_of, probe, spans, text_config
-from trivet_transformers.rope import check_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -167,19 +166,3 @@ class TransformersModel(Model):
     def _choose_rows(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, *rest = args
         return (hidden if self._head_rows is None else hidden[:, self._head_rows], *rest)
-
-
-def resolve_dtype(name: str, location: str, device: str) -> torch.dtype:
-    """The torch type for a configured name. ``auto`` is the type that a folder's configuration names; for a GGUF file,
-    whose tensors are dequantised, bfloat16 on an accelerator and float32 on a CPU."""
-    if name != "auto":
-        return getattr(torch, name)  # type: ignore[no-any-return]
-    found = resolve_model(location)
-    if found.kind == "gguf":
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    config = json.loads((found.path / "config.json").read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config", {})):
-        stored = part.get("dtype") or part.get("torch_dtype")
-        if stored in {"float32", "bfloat16", "float16"}:
-            return getattr(torch, stored)  # type: ignore[no-any-return]
-    return torch.float32

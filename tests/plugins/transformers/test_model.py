@@ -12,7 +12,8 @@ from worker_kit import FAMILIES, VOCAB, Context, Driver, all_logits, greedy, mak
 
 from trivet.plan import LogitsRows
 from trivet.roles import ForwardBatch
-from trivet_transformers.model import TransformersModel, resolve_dtype
+from trivet_torch.dtypes import resolve_dtype
+from trivet_transformers.model import TransformersModel
 
 PROMPT = [3 + (7 * i) % 90 for i in range(21)]
 OTHER = [5, 9, 40, 11, 60, 33, 2, 71, 18, 25]

@@ -1,0 +1,25 @@
+"""The type that a model computes in."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from trivet.model_source import resolve_model
+
+
+def resolve_dtype(name: str, location: str, device: str) -> torch.dtype:
+    """The torch type for a configured name. ``auto`` is the type that a folder's configuration names; for a GGUF file,
+    whose tensors are dequantised, bfloat16 on an accelerator and float32 on a CPU."""
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    found = resolve_model(location)
+    if found.kind == "gguf":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    config = json.loads((found.path / "config.json").read_text(encoding="utf-8"))
+    for part in (config, config.get("text_config", {})):
+        stored = part.get("dtype") or part.get("torch_dtype")
+        if stored in {"float32", "bfloat16", "float16"}:
+            return getattr(torch, stored)  # type: ignore[no-any-return]
+    return torch.float32

@@ -1,0 +1,63 @@
+"""The forward pass of a decoder over flattened tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trivet_kernels.ops import Ops
+    from trivet_native.layers import Block
+    from trivet_native.loading import Embedding
+    from trivet_native.spec import DecoderSpec
+    from trivet_torch.linear import Linear
+
+#: ``(layer, query, key, value) → [T, H, D]``
+Attend = Callable[[int, "Tensor", "Tensor", "Tensor"], "Tensor"]
+
+
+class Decoder:
+    """Embedding, layers, norm and head."""
+
+    def __init__(
+        self, spec: DecoderSpec, embedding: Embedding, blocks: Sequence[Block], norm: Tensor, head: Linear, ops: Ops
+    ) -> None:
+        self._spec, self._embedding, self._blocks = spec, embedding, blocks
+        self._norm, self._head, self._ops = norm, head, ops
+
+    def body(
+        self, ids: Tensor, positions: Tensor, attend: Attend, wanted: Collection[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The residual stream behind the last layer ``[T, hidden_size]``, and behind each of the ``wanted`` layers."""
+        residual = self._embedding(ids)
+        delta: Tensor | None = None
+        outputs: dict[int, Tensor] = {}
+        for index, block in enumerate(self._blocks):
+            query, key, value = block.before(residual, delta, positions)
+            delta = block.after(residual, attend(index, query, key, value))
+            if index in wanted:
+                outputs[index] = residual + delta
+        return residual if delta is None else residual.add_(delta), outputs
+
+    def final_norm(self, residual: Tensor) -> Tensor:
+        """The hidden states that the head sees ``[n, hidden_size]``."""
+        return self._ops.rms_norm(residual, self._norm, self._spec.eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[n, vocab_size]`` of hidden states after the final norm."""
+        logits = self._head(hidden)
+        cap = self._spec.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    @property
+    def sinks(self) -> list[Tensor | None]:
+        """Attention sinks of each layer."""
+        return [block.weights.sinks for block in self._blocks]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take; what is read from the file when it is needed takes none."""
+        blocks = sum(block.weights.num_bytes for block in self._blocks)
+        return blocks + self._embedding.weight_bytes + self._norm.nbytes + self._head.weight_bytes

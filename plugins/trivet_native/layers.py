@@ -1,0 +1,173 @@
+"""The layers of a decoder around its attention: what goes in, and what becomes of what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trivet_kernels.ops import Ops
+    from trivet_native.spec import Activation, DecoderSpec
+    from trivet_torch.linear import Linear
+
+
+class Scratch:
+    """Memory for intermediate results, kept over layers and steps: one buffer per use, as long as the longest step
+    needed. What is in it is lost with the next call for the same use."""
+
+    __slots__ = ("_buffers", "_device", "_dtype")
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._buffers: dict[str, Tensor] = {}
+
+    def get(self, use: str, rows: int, columns: int) -> Tensor:
+        """``[rows, columns]``, contiguous, with whatever was in it."""
+        count = rows * columns
+        buffer = self._buffers.get(use)
+        if buffer is None or len(buffer) < count:
+            self._buffers[use] = buffer = torch.empty(count, dtype=self._dtype, device=self._device)
+        return buffer[:count].view(rows, columns)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+class FeedForward(Protocol):
+    """A feed-forward network: ``[T, hidden_size]`` to ``[T, hidden_size]``."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+
+def gate_with(activation: Activation, ops: Ops) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """The function that makes ``[T, N]`` of ``[gate, up]`` ``[T, 2N]``, and puts it into its second argument if given."""
+    if activation == "silu":
+        return lambda x, out: ops.silu_and_mul(x, out)
+    if activation == "gelu":
+        return lambda x, out: ops.gelu_and_mul(x, out, approximate=False)
+    return lambda x, out: ops.gelu_and_mul(x, out)
+
+
+class GatedMLP:
+    """``down(activation(gate(x)) * up(x))``, with gate and up as one matrix."""
+
+    #: rows that are computed at once: their intermediate results stay in the processor's caches
+    SLICE = 512
+
+    def __init__(
+        self,
+        gate_up: Linear,
+        down: Linear,
+        gate: Callable[[Tensor, Tensor | None], Tensor],
+        scratch: Scratch | None,
+        sliced: bool,
+    ) -> None:
+        self._gate_up, self._down, self._gate, self._scratch = gate_up, down, gate, scratch
+        self._slice = self.SLICE if sliced else 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if self._slice == 0 or rows <= self._slice:
+            return self._rows(x)
+        out = x.new_empty(rows, self._down.out_features)
+        for first in range(0, rows, self._slice):
+            part = slice(first, first + self._slice)
+            out[part] = self._rows(x[part])
+        return out
+
+    def _rows(self, x: Tensor) -> Tensor:
+        out = None if self._scratch is None else self._scratch.get("gated", x.shape[0], self._down.in_features)
+        return self._down(self._gate(self._gate_up(x), out))
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._gate_up.weight_bytes + self._down.weight_bytes
+
+
+@dataclass(slots=True)
+class BlockWeights:
+    """What one layer has; norms are float32. ``sinks`` ``[num_heads]``."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    out: Linear
+    mlp_norm: Tensor
+    mlp: FeedForward
+    attention_output_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights."""
+        parts: list[Tensor | None] = [
+            self.attention_norm, self.mlp_norm, self.attention_output_norm, self.mlp_output_norm, self.query_norm,
+            self.key_norm, self.sinks,
+        ]  # fmt: skip
+        vectors = sum(part.nbytes for part in parts if part is not None)
+        return vectors + self.qkv.weight_bytes + self.out.weight_bytes + self.mlp.weight_bytes
+
+
+class Block:
+    """One layer, in two pieces around its attention. What a sublayer puts out is added to the residual stream by the
+    norm that follows it, so it travels beside it (``delta``)."""
+
+    def __init__(self, spec: DecoderSpec, weights: BlockWeights, table: Tensor, ops: Ops, scratch: Scratch | None):
+        """``table``: of the layer's rotary embeddings. Without ``scratch`` all results are new tensors."""
+        self.weights = weights
+        self._table, self._ops, self._scratch = table, ops, scratch
+        self._eps = spec.eps
+        self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._query_size, self._kv_size = spec.query_size, spec.kv_size
+
+    def before(self, residual: Tensor, delta: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[T, H, D]``, keys and values ``[T, Hk, D]``, views of one tensor; adds ``delta`` to ``residual``."""
+        weights = self.weights
+        qkv = weights.qkv(self._norm(residual, delta, weights.attention_norm))
+        rows, split = qkv.shape[0], self._query_size + self._kv_size
+        query = qkv[:, : self._query_size].view(rows, self._heads, self._head_dim)
+        key = qkv[:, self._query_size : split].view(rows, self._kv_heads, self._head_dim)
+        value = qkv[:, split:].view(rows, self._kv_heads, self._head_dim)
+        self._ops.rotary(
+            query,
+            key,
+            positions,
+            self._table,
+            query_weight=weights.query_norm,
+            key_weight=weights.key_norm,
+            eps=self._eps,
+        )
+        return query, key, value
+
+    def after(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """What the feed-forward network puts out ``[T, hidden_size]``; adds attention's output to ``residual``."""
+        weights = self.weights
+        out = weights.out(attended.reshape(attended.shape[0], self._query_size))
+        if weights.attention_output_norm is not None:
+            out = self._ops.rms_norm(out, weights.attention_output_norm, self._eps, self._into(out))
+        out = weights.mlp(self._norm(residual, out, weights.mlp_norm))
+        if weights.mlp_output_norm is not None:
+            out = self._ops.rms_norm(out, weights.mlp_output_norm, self._eps, self._into(out))
+        return out
+
+    def _norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        out = None if self._scratch is None else self._scratch.get("normed", *residual.shape)
+        if delta is None:
+            return self._ops.rms_norm(residual, weight, self._eps, out)
+        return self._ops.add_rms_norm(delta, residual, weight, self._eps, out)
+
+    def _into(self, x: Tensor) -> Tensor | None:
+        """Where a norm of a linear layer's output goes: the output itself, unless results are to be new tensors."""
+        return None if self._scratch is None else x

@@ -1,0 +1,219 @@
+"""Building the layers of a decoder from stored weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from trivet_native.layers import Block, BlockWeights, FeedForward, GatedMLP, Scratch, gate_with
+from trivet_native.moe import Experts
+from trivet_torch.linear import PlainLinear, make_linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from trivet.roles import Quantization, StoredLinear
+    from trivet_kernels.ops import Ops
+    from trivet_native.spec import DecoderSpec, ExpertsSpec, LayerSpec
+    from trivet_torch.linear import Linear
+    from trivet_torch.weights.stored import StoredWeights
+
+logger = logging.getLogger("trivet.model")
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head"
+_MAX_NAMES = 6
+
+
+class Embedding:
+    """Rows of the embedding matrix: read where they are stored, or from a copy on an accelerator."""
+
+    def __init__(self, weights: StoredWeights, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._weights, self._dtype = weights, dtype
+        self._matrix = None if device.type == "cpu" else weights.tensor(EMBEDDING, dtype).to(device)
+        # Rounded to the model's type, as transformers does.
+        self._factor = None if spec.embed_scale is None else float(torch.tensor(spec.embed_scale).to(dtype))
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """``[T]`` to ``[T, hidden_size]``, a new tensor."""
+        rows = self._weights.rows(EMBEDDING, ids, self._dtype) if self._matrix is None else self._matrix[ids]
+        return rows if self._factor is None else rows.mul_(self._factor)
+
+    @property
+    def weight_bytes(self) -> int:
+        return 0 if self._matrix is None else self._matrix.nbytes
+
+
+class Loader:
+    """Takes tensors out of stored weights, checks their shapes, and turns matrices into layers."""
+
+    def __init__(
+        self,
+        weights: StoredWeights,
+        spec: DecoderSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None,
+        ops: Ops,
+        tables: Sequence[Tensor],
+        plain: bool = False,
+    ) -> None:
+        """``tables``: of rotary embeddings, as :attr:`DecoderSpec.ropes`. ``plain``: only operations that a compiler can
+        look into."""
+        self._weights, self._spec, self._dtype, self._device = weights, spec, dtype, device
+        self._quantization, self._ops, self._tables, self._plain = quantization, ops, tables, plain
+        self._scratch = None if plain else Scratch(dtype, device)
+        self._gate: Callable[[Tensor, Tensor | None], Tensor] = gate_with(spec.activation, ops)
+
+    def embedding(self) -> Embedding:
+        """The embedding matrix."""
+        self._weights.expect(EMBEDDING, (self._spec.vocab_size, self._spec.hidden_size))
+        return Embedding(self._weights, self._spec, self._dtype, self._device)
+
+    def head(self) -> Linear:
+        """The output projection; the embedding matrix where the model has none of its own."""
+        spec = self._spec
+        name = EMBEDDING.removesuffix(".weight") if spec.tied and f"{HEAD}.weight" not in self._weights.names else HEAD
+        return self._linear([name], [spec.vocab_size], spec.hidden_size, named=HEAD)
+
+    def final_norm(self) -> Tensor:
+        """The weights of the norm before the head."""
+        return self._norm("model.norm", self._spec.hidden_size)
+
+    def block(self, index: int) -> Block:
+        """Layer ``index``."""
+        spec, layer = self._spec, self._spec.layers[index]
+        path = f"model.layers.{index}"
+        attention, norms = f"{path}.self_attn", spec.norms
+        sizes = [spec.query_size, spec.kv_size, spec.kv_size]
+        names = [f"{attention}.{name}" for name in spec.qkv]
+        weights = BlockWeights(
+            attention_norm=self._norm(f"{path}.{norms['attention']}", spec.hidden_size),
+            qkv=self._linear(names, _shares(sizes, len(names)), spec.hidden_size, bias=spec.qkv_bias),
+            out=self._linear([f"{attention}.o_proj"], [spec.hidden_size], spec.query_size, bias=spec.out_bias),
+            mlp_norm=self._norm(f"{path}.{norms['mlp']}", spec.hidden_size),
+            mlp=self._feed_forward(path, layer),
+        )
+        if spec.output_norms:
+            weights.attention_output_norm = self._norm(f"{path}.{norms['attention_output']}", spec.hidden_size)
+            weights.mlp_output_norm = self._norm(f"{path}.{norms['mlp_output']}", spec.hidden_size)
+        if spec.query_key_norms:
+            weights.query_norm = self._norm(f"{attention}.q_norm", spec.head_dim)
+            weights.key_norm = self._norm(f"{attention}.k_norm", spec.head_dim)
+        if spec.sinks:
+            weights.sinks = self._vector(f"{attention}.sinks", spec.num_heads)
+        return Block(spec, weights, self._tables[layer.rope], self._ops, self._scratch)
+
+    def finish(self) -> None:
+        """Say so if the file has more than the model takes."""
+        unused = [name for name in self._weights.unused() if name != EMBEDDING]  # read when tokens come
+        if unused:
+            shown = ", ".join(unused[:_MAX_NAMES])
+            more = f" and {len(unused) - _MAX_NAMES} more" if len(unused) > _MAX_NAMES else ""
+            logger.warning("%s: the model has no use for the tensors %s%s", self._weights.location, shown, more)
+
+    # ------------------------------------------------------------------ parts
+
+    def _feed_forward(self, path: str, layer: LayerSpec) -> FeedForward:
+        spec = self._spec
+        if layer.experts is None:
+            return self._mlp(f"{path}.mlp", spec.gate_up, "down_proj", spec.intermediate_size, bias=spec.mlp_bias)
+        return self._experts(path, layer.experts)
+
+    def _mlp(self, path: str, gate_up: Sequence[str], down: str, size: int, *, bias: bool = False) -> GatedMLP:
+        hidden = self._spec.hidden_size
+        names = [f"{path}.{name}" for name in gate_up]
+        return GatedMLP(
+            self._linear(names, _shares([size, size], len(names)), hidden, bias=bias),
+            self._linear([f"{path}.{down}"], [hidden], size, bias=bias),
+            self._gate,
+            self._scratch,
+            sliced=self._device.type == "cpu" and not self._plain,
+        )
+
+    def _experts(self, path: str, experts: ExpertsSpec) -> Experts:
+        hidden = self._spec.hidden_size
+        shared = shared_gate = None
+        if experts.shared_size:
+            shared = self._mlp(f"{path}.mlp.shared_expert", experts.gate_up, experts.down, experts.shared_size)
+            shared_gate = self._linear([f"{path}.mlp.shared_expert_gate"], [1], hidden, quantise=False)
+        return Experts(
+            experts,
+            self._linear([f"{path}.{experts.router}"], [experts.count], hidden, bias=experts.bias, quantise=False),
+            [
+                self._mlp(
+                    f"{path}.{experts.expert.format(index)}",
+                    experts.gate_up,
+                    experts.down,
+                    experts.intermediate_size,
+                    bias=experts.bias,
+                )
+                for index in range(experts.count)
+            ],
+            shared,
+            shared_gate,
+        )
+
+    def _linear(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        width: int,
+        *,
+        bias: bool = False,
+        quantise: bool = True,
+        named: str | None = None,
+    ) -> Linear:
+        """Matrices ``names`` of ``sizes`` rows each as one layer, which the quantization gets to see as ``named``."""
+        weights = self._weights
+        for name, size in zip(names, sizes, strict=True):
+            weights.expect(f"{name}.weight", (size, width))
+            if bias:
+                weights.expect(f"{name}.bias", (size,))
+        quantization = self._quantization if quantise else None
+        if quantization is not None and all(
+            quantization.accepts(named or name, weights.shape(f"{name}.weight"), weights.stored(f"{name}.weight"))
+            for name in names
+        ):
+            made: Linear = quantization.linear([self._stored(name, named or name, bias=bias) for name in names])
+        else:
+            matrices = [weights.tensor(f"{name}.weight", self._dtype) for name in names]
+            biases = [weights.tensor(f"{name}.bias", self._dtype) for name in names] if bias else None
+            if self._plain:
+                made = PlainLinear(_joined(matrices, self._device), _joined(biases, self._device) if biases else None)
+            else:
+                made = make_linear(matrices, biases, dtype=self._dtype, device=self._device)
+        for name in names:
+            weights.release(f"{name}.weight")
+        return made
+
+    def _stored(self, name: str, named: str, *, bias: bool) -> StoredLinear:
+        part = self._weights.linear(name)
+        kept = {suffix: tensor for suffix, tensor in part.tensors.items() if bias or suffix != "bias"}
+        return dataclasses.replace(part, name=named, tensors=kept)
+
+    def _norm(self, path: str, size: int) -> Tensor:
+        weight = self._vector(f"{path}.weight", size)
+        return weight + self._spec.norm_offset if self._spec.norm_offset else weight
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        """A tensor ``[size]`` in float32, in memory of its own."""
+        self._weights.expect(name, (size,))
+        return self._weights.tensor(name, torch.float32).clone().to(self._device)
+
+
+def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """All parts in one tensor of its own memory."""
+    return torch.cat([part.to(device) for part in parts])
+
+
+def _shares(sizes: Sequence[int], count: int) -> list[int]:
+    """Rows of the matrices that hold parts of ``sizes``: one each, or all in one."""
+    return [sum(sizes)] if count == 1 else list(sizes)

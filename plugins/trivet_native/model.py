@@ -1,0 +1,177 @@
+"""The model: common decoder families with fused matrices, in the engine's own operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from trivet.roles.kv import LayerKVSpec
+from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
+from trivet_kernels.ops import ops_for
+from trivet_native.decoder import Decoder
+from trivet_native.families import make_spec
+from trivet_native.loading import Loader
+from trivet_native.rope import rope_table
+from trivet_torch.dtypes import resolve_dtype
+from trivet_torch.rope import check_rope
+from trivet_torch.weights.stored import open_weights
+
+if TYPE_CHECKING:
+    from trivet.context import WorkerContext
+    from trivet.roles import Attention, AttentionMetadata, KVLayout
+    from trivet_native.options import NativeOptions
+    from trivet_native.spec import LayerSpec
+    from trivet_torch.weights.stored import StoredWeights
+
+
+class NativeModel(Model):
+    """Decoders of the families in :mod:`trivet_native.fields`.
+
+    Matrices that multiply the same input are one, the residual stream is in the model's type, everything between
+    matrix products goes through :class:`trivet_kernels.ops.Ops`, and only the rows of ``logits_indices`` reach the head.
+    """
+
+    role: ClassVar[str] = "model"
+
+    def __init__(self, context: WorkerContext, options: NativeOptions) -> None:
+        self._context, self._options = context, options
+        self._weights: StoredWeights | None = None
+
+    # ------------------------------------------------------------------ start
+
+    def load(self) -> ModelInfo:
+        """See :meth:`Model.load`. Embeddings of a model on a CPU stay in its file, which is kept mapped."""
+        config, device = self._context.config, torch.device(self._context.device)
+        name = config.model if config.revision is None else f"{config.model}@{config.revision}"
+        self._dtype = resolve_dtype(config.dtype, name, self._context.device)
+        self._weights = weights = open_weights(name, trust_remote_code=config.trust_remote_code)
+        self._spec = spec = make_spec(name, weights.config)
+        self._max_len = min(spec.max_positions, config.max_model_len or spec.max_positions)
+        check_rope(name, weights.config, self._max_len)
+        self._layers = [_limited(layer, self._max_len) for layer in spec.layers]
+        self._decoder = self._build(weights, device)
+        return ModelInfo(
+            vocab_size=spec.vocab_size,
+            max_model_len=spec.max_positions,
+            eos_token_ids=weights.eos_token_ids,
+            num_layers=len(spec.layers),
+            hidden_size=spec.hidden_size,
+            dtype=self._dtype_name,
+            architecture=spec.architecture,
+            tasks=("generate", "embed"),
+        )
+
+    def _build(self, weights: StoredWeights, device: torch.device) -> Decoder:
+        spec = self._spec
+        ops = ops_for(device)
+        loader = Loader(
+            weights,
+            spec,
+            dtype=self._dtype,
+            device=device,
+            quantization=self._context.get("quantization"),
+            ops=ops,
+            tables=[rope_table(weights.config, rope, self._max_len).to(device) for rope in spec.ropes],
+        )
+        decoder = Decoder(
+            spec,
+            loader.embedding(),
+            [loader.block(index) for index in range(len(spec.layers))],
+            loader.final_norm(),
+            loader.head(),
+            ops,
+        )
+        loader.finish()
+        return decoder
+
+    def kv_specs(self) -> list[LayerKVSpec]:
+        spec = self._spec
+        return [
+            LayerKVSpec(index, layer.kind, spec.num_kv_heads, spec.head_dim, self._dtype_name, layer.window)
+            for index, layer in enumerate(self._layers)
+        ]
+
+    def bind(self, attention: Attention, layout: KVLayout) -> None:
+        self._attention = attention
+        groups = {layer: group.index for group in layout.groups for layer in group.layers}
+        self._groups = [groups[index] for index in range(len(self._layers))]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take; embeddings that are read from their file take none."""
+        return self._decoder.weight_bytes
+
+    def shutdown(self) -> None:
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+
+    # ------------------------------------------------------------------ a step
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if batch.multimodal or (batch.adapters is not None and (batch.adapters >= 0).any()):
+            raise ValueError("the native model serves neither multimodal inputs nor adapters")
+        for meta in batch.attention:
+            self._attention.prepare(meta)
+        metas = [batch.attention[group] for group in self._groups]
+        attend = _Attend(
+            self._attention, metas, self._layers, self._spec.scale, self._spec.softcap, self._decoder.sinks
+        )
+        residual, outputs = self._decoder.body(batch.input_ids, batch.positions, attend, batch.hidden_layers)
+        rows = batch.logits_indices
+        hidden = None
+        if batch.wants_hidden:
+            hidden = self._decoder.final_norm(residual)
+            chosen = hidden[rows]
+        elif len(rows):
+            chosen = self._decoder.final_norm(residual[rows])
+        if len(rows):
+            logits = self._decoder.logits(chosen)
+        else:
+            logits = torch.empty(0, self._spec.vocab_size, dtype=self._dtype, device=residual.device)
+        return ForwardOutput(logits, hidden, outputs)
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+
+class _Attend:
+    """The attention calls of one forward pass."""
+
+    __slots__ = ("_attention", "_layers", "_metas", "_scale", "_sinks", "_softcap")
+
+    def __init__(
+        self,
+        attention: Attention,
+        metas: list[AttentionMetadata],
+        layers: list[LayerSpec],
+        scale: float,
+        softcap: float | None,
+        sinks: list[torch.Tensor | None],
+    ) -> None:
+        self._attention, self._metas, self._layers = attention, metas, layers
+        self._scale, self._softcap, self._sinks = scale, softcap, sinks
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        return self._attention.forward(
+            layer,
+            query,
+            key,
+            value,
+            self._metas[layer],
+            scale=self._scale,
+            window=self._layers[layer].window,
+            softcap=self._softcap,
+            sinks=self._sinks[layer],
+        )
+
+
+def _limited(layer: LayerSpec, max_len: int) -> LayerSpec:
+    """The layer in a context of ``max_len`` tokens: a window as long as that hides nothing."""
+    if layer.window is None or layer.window < max_len:
+        return layer
+    return replace(layer, kind="full", window=None)

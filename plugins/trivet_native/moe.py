@@ -1,0 +1,87 @@
+"""Mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trivet_native.layers import FeedForward
+    from trivet_native.spec import ExpertsSpec
+    from trivet_torch.linear import Linear
+
+
+class Experts:
+    """Every token goes through the ``top_k`` experts that its router scores highest, and through the shared expert if
+    there is one (Shazeer et al., "Outrageously Large Neural Networks", 2017).
+
+    Tokens are sorted by expert, so that each expert that has tokens computes them in one product. A token's outputs are
+    added up in the order of its experts' scores, in float32: its result does not depend on its neighbours.
+    """
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        router: Linear,
+        experts: Sequence[FeedForward],
+        shared: FeedForward | None = None,
+        shared_gate: Linear | None = None,
+    ) -> None:
+        """``shared_gate`` maps ``[T, hidden_size]`` to ``[T, 1]``: the sigmoid of that is the shared expert's factor."""
+        self._spec, self._router, self._experts = spec, router, experts
+        self._shared, self._shared_gate = shared, shared_gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, chosen = route(self._spec, self._router(x))
+        rows, top_k = chosen.shape
+        if rows == 1:
+            outputs = torch.cat([self._experts[expert](x) for expert in chosen[0].tolist()])
+        else:
+            outputs = self._grouped(x, chosen.flatten())
+        outputs = outputs.view(rows, top_k, -1)
+        total = outputs[:, 0].float() * weights[:, :1]
+        for place in range(1, top_k):
+            total.addcmul_(outputs[:, place].float(), weights[:, place : place + 1])
+        out = total.to(x.dtype)
+        if self._shared is not None:
+            shared = self._shared(x)
+            if self._shared_gate is not None:
+                shared = shared * torch.sigmoid(self._shared_gate(x))
+            out = out + shared
+        return out
+
+    def _grouped(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """The output of each token's experts ``[T * top_k, hidden_size]``; ``chosen`` ``[T * top_k]``."""
+        order = torch.argsort(chosen, stable=True)
+        inputs = x[order // self._spec.top_k]
+        sorted_outputs = torch.empty_like(inputs)
+        first = 0
+        for expert, count in enumerate(torch.bincount(chosen, minlength=self._spec.count).tolist()):
+            if count:
+                part = slice(first, first + count)
+                sorted_outputs[part] = self._experts[expert](inputs[part])
+                first += count
+        outputs = torch.empty_like(sorted_outputs)
+        outputs[order] = sorted_outputs
+        return outputs
+
+    @property
+    def weight_bytes(self) -> int:
+        parts = [self._router, *self._experts, self._shared, self._shared_gate]
+        return sum(part.weight_bytes for part in parts if part is not None)
+
+
+def route(spec: ExpertsSpec, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights ``[T, top_k]`` float32 and numbers ``[T, top_k]`` of the experts that the router's ``scores`` ``[T, count]``
+    choose, the best one first; the softmax is in float32."""
+    if spec.softmax_of_chosen:
+        best, chosen = torch.topk(scores, spec.top_k, dim=-1)
+        return torch.softmax(best.float(), dim=-1), chosen
+    weights, chosen = torch.topk(torch.softmax(scores.float(), dim=-1), spec.top_k, dim=-1)
+    if spec.normalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, chosen
