@@ -19,7 +19,7 @@ from trivet_torch.weights._listing import listed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _logger = logging.getLogger(__name__)
 
@@ -40,17 +40,11 @@ def load_folder(
         ModelLoadError: The folder is incomplete or damaged (see :func:`check_folder`), transformers cannot build the
             model, or a parameter has no tensor in the files; names what is concerned.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     files = check_folder(folder)
+    config = folder_config(folder, trust_remote_code=trust_remote_code)
     factory: Any = AutoModelForCausalLM  # its methods carry no annotations
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise ModelLoadError(
-            f"{folder / 'config.json'}: transformers cannot use this configuration: {error}"
-        ) from error
     try:
         # transformers prefers model.safetensors to the index if a folder has both.
         config.transformers_weights = _INDEX if (folder / _INDEX).is_file() else files[0].name
@@ -83,6 +77,36 @@ def load_folder(
         _logger.warning("%s: the model has no use for the tensors %s", folder, listed(report["unexpected_keys"]))
     loaded: PreTrainedModel = model.to(device)
     return loaded
+
+
+def folder_config(folder: Path, *, trust_remote_code: bool) -> Any:
+    """The transformers configuration in ``folder``.
+
+    Raises:
+        ModelLoadError: transformers does not know or accept it.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ModelLoadError(
+            f"{folder / 'config.json'}: transformers cannot use this configuration: {error}"
+        ) from error
+
+
+def folder_eos_token_ids(folder: Path, config: PreTrainedConfig) -> list[int]:
+    """Ids that end a generation, the main one first: of ``generation_config.json``, else of ``config``."""
+    generation = folder / "generation_config.json"
+    value = None
+    if generation.is_file():
+        value = _read_json(generation).get("eos_token_id")
+    if value is None:
+        value = config.eos_token_id
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
 
 
 def check_folder(folder: Path) -> list[Path]:
@@ -143,6 +167,19 @@ def check_safetensors(path: Path) -> frozenset[str]:
     Raises:
         ModelLoadError: The file is truncated, or is not safetensors.
     """
+    return frozenset(read_header(path)[0])
+
+
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Read the header of a safetensors file and check that the file is as long as it says.
+
+    Returns:
+        Tensor name -> its entry (``dtype``, ``shape``, ``data_offsets``), and the position in the file that the offsets
+        count from.
+
+    Raises:
+        ModelLoadError: The file is truncated, or is not safetensors.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -162,7 +199,7 @@ def check_safetensors(path: Path) -> frozenset[str]:
         ) from error
     if needed > size:
         raise _truncated(path, needed, size)
-    return frozenset(header)
+    return header, 8 + length
 
 
 def _truncated(path: Path, needed: int, size: int) -> ModelLoadError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import torch
 from trivet.gguf import GGUFFile, eos_token_ids
 from trivet.model_source import ModelLocation, resolve_model
 from trivet_torch.weights.gguf_file import load_gguf
-from trivet_torch.weights.safetensors_dir import load_folder
+from trivet_torch.weights.safetensors_dir import folder_eos_token_ids, load_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,19 +75,7 @@ def load_causal_lm(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
-        eos = _folder_eos_token_ids(found.path, model.config)
+        eos = folder_eos_token_ids(found.path, model.config)
     model.train(mode=False)
     model.requires_grad_(False)
     return model, LoadedModelInfo(found, model.config, eos, time.perf_counter() - start)
-
-
-def _folder_eos_token_ids(folder: Path, config: PreTrainedConfig) -> list[int]:
-    generation = folder / "generation_config.json"
-    value = None
-    if generation.is_file():
-        value = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-    if value is None:
-        value = config.eos_token_id
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)

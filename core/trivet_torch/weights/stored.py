@@ -7,10 +7,16 @@ and :meth:`StoredWeights.release` gives back the pages of one that has been conv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from trivet.errors import ModelLoadError
+from trivet.model_source import resolve_model
+from trivet_torch.weights._listing import listed
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor
     from transformers import PreTrainedConfig
@@ -29,8 +35,15 @@ class StoredWeights(ABC):
     config: PreTrainedConfig
     #: ids that end a generation, the main one first
     eos_token_ids: tuple[int, ...]
-    #: what the user named, for messages
+    #: the folder or file, for messages
     location: str
+
+    def __init__(self, location: Path, config: PreTrainedConfig, eos_token_ids: Sequence[int]) -> None:
+        """Keep what all kinds of files have."""
+        self.location = str(location)
+        self.config = config
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._used: set[str] = set()
 
     @property
     @abstractmethod
@@ -41,6 +54,43 @@ class StoredWeights(ABC):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, as in the checkpoint. Raises :class:`trivet.errors.ModelLoadError` for an unknown name,
         naming the file."""
+
+    def expect(self, name: str, shape: Sequence[int]) -> None:
+        """Check that there is a tensor ``name`` and that it has ``shape``.
+
+        Raises:
+            ModelLoadError: It has not, or is missing; names the tensor, both shapes and the file.
+        """
+        found = self.shape(name)
+        if found != tuple(shape):
+            raise ModelLoadError(
+                f"{self.location}: tensor {name!r} has the shape {list(found)} instead of {list(shape)}, which the "
+                "configuration asks for; the weights belong to another model: download or convert it again"
+            )
+
+    def unused(self) -> list[str]:
+        """Names of the tensors that nobody has asked for with :meth:`tensor`, :meth:`linear` or :meth:`rows`, sorted.
+
+        What is left once a model is built had no place in it.
+        """
+        return sorted(set(self.names) - self._used)
+
+    def _matrix_shape(self, name: str) -> tuple[int, int]:
+        shape = self.shape(name)
+        if len(shape) != 2:
+            raise ModelLoadError(
+                f"{self.location}: tensor {name!r} has the shape {list(shape)}, but a linear layer's weight is a "
+                "matrix; the weights belong to another model: download or convert it again"
+            )
+        return shape[0], shape[1]
+
+    def _missing(self, name: str) -> ModelLoadError:
+        siblings = [known for known in self.names if known.rpartition(".")[0] == name.rpartition(".")[0]]
+        beside = f" (beside it there are {listed(siblings)})" if siblings else ""
+        return ModelLoadError(
+            f"{self.location}: the weights hold no tensor {name!r}{beside}; they belong to another model than the "
+            "configuration or are incomplete: download or convert the model again"
+        )
 
     @abstractmethod
     def stored(self, name: str) -> str:
@@ -71,10 +121,16 @@ class StoredWeights(ABC):
         """Give the files back. Views of them must not be used any more."""
 
 
-def open_weights(location: str, *, trust_remote_code: bool = False) -> StoredWeights:
+def open_weights(location: str | Path, *, trust_remote_code: bool = False) -> StoredWeights:
     """Open a Hugging Face folder, a GGUF file, a hub id or ``demo``; only headers are read.
 
     Raises:
         ModelLoadError: Anything is missing, damaged or not supported; the message names it and says what to do.
     """
-    raise NotImplementedError
+    from trivet_torch.weights._stored_folder import open_folder
+    from trivet_torch.weights._stored_gguf import open_gguf
+
+    found = resolve_model(location)
+    if found.kind == "gguf":
+        return open_gguf(found.path)
+    return open_folder(found.path, trust_remote_code=trust_remote_code)

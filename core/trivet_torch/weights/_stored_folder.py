@@ -1,0 +1,208 @@
+"""Weights of a Hugging Face folder as views of its mapped safetensors files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trivet.errors import ModelLoadError
+from trivet.roles import StoredLinear
+from trivet_torch.weights._mapped_file import MappedFile
+from trivet_torch.weights.safetensors_dir import check_folder, folder_config, folder_eos_token_ids, read_header
+from trivet_torch.weights.stored import StoredWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# https://github.com/huggingface/safetensors, ``Dtype``.
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U64": torch.uint64,
+        "U32": torch.uint32,
+        "U16": torch.uint16,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+# Experts as transformers' models hold them, for folders that were saved in that form: gate above up, all in one tensor.
+_STACKED = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)")
+# By model type: module of the experts in the checkpoint, names of gate, up and down there.
+EXPERT_NAMES: Mapping[str, tuple[str, tuple[str, str, str]]] = MappingProxyType(
+    {
+        "mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
+        "qwen2_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+        "qwen3_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor lies: bytes ``[start, end)`` of a file, row after row."""
+
+    file: MappedFile
+    path: Path
+    stored: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    def part(self, index: int, row: int, num_rows: int) -> _Entry:
+        """Rows ``[row, row + num_rows)`` of the matrix ``index`` of a stack ``[count, rows, columns]``."""
+        count, rows, columns = self.shape
+        row_bytes = (self.end - self.start) // (count * rows)
+        start = self.start + (index * rows + row) * row_bytes
+        return _Entry(self.file, self.path, self.stored, (num_rows, columns), start, start + num_rows * row_bytes)
+
+
+class _FolderWeights(StoredWeights):
+    def __init__(
+        self, folder: Path, config: PreTrainedConfig, eos_token_ids: Sequence[int], entries: dict[str, _Entry]
+    ) -> None:
+        super().__init__(folder, config, eos_token_ids)
+        self._entries = entries
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._entries.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def stored(self, name: str) -> str:
+        return str(_dtype(name, self._entry(name))).removeprefix("torch.")
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self._view(name).to(dtype)
+
+    def linear(self, name: str) -> StoredLinear:
+        weight = f"{name}.weight"
+        rows, columns = self._matrix_shape(weight)
+        tensors = {}
+        for full_name in self.names:
+            module, _, suffix = full_name.rpartition(".")
+            if module == name:
+                tensors[suffix] = self.tensor(full_name, torch.float32) if suffix == "bias" else self._view(full_name)
+        return StoredLinear(name, (rows, columns), self.stored(weight), tensors)
+
+    def rows(self, name: str, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._view(name).index_select(0, indices).to(dtype)
+
+    def release(self, name: str) -> None:
+        entry = self._entry(name)
+        entry.file.release(entry.start, entry.end)
+
+    def close(self) -> None:
+        # A mapping goes when the last view of it does.
+        self._entries = {}
+
+    def _entry(self, name: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise self._missing(name)
+        return entry
+
+    def _view(self, name: str) -> Tensor:
+        entry = self._entry(name)
+        dtype = _dtype(name, entry)
+        self._used.add(name)
+        data = entry.file.bytes[entry.start : entry.end]
+        if entry.start % dtype.itemsize:
+            data = data.clone()  # nothing obliges a writer to align, torch does
+        return data.view(dtype).view(entry.shape)
+
+
+def open_folder(folder: Path, *, trust_remote_code: bool) -> StoredWeights:
+    """Open the model in ``folder``; only ``config.json`` and the headers of the weights are read.
+
+    Raises:
+        ModelLoadError: As :func:`trivet_torch.weights.safetensors_dir.check_folder`, and for tensors whose size does
+            not fit their shape.
+    """
+    paths = check_folder(folder)
+    config = folder_config(folder, trust_remote_code=trust_remote_code)
+    wanted = _indexed(folder)
+    entries: dict[str, _Entry] = {}
+    for path in paths:
+        file = MappedFile(path)
+        header, base = read_header(path)
+        for name, value in header.items():
+            if wanted is None or wanted.get(name) == path.name:
+                entries[name] = _entry(name, value, file, path, base)
+    return _FolderWeights(folder, config, folder_eos_token_ids(folder, config), _unstacked(entries, config))
+
+
+def _indexed(folder: Path) -> dict[str, str] | None:
+    """Tensor name -> file, where several files may hold a tensor of the same name."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return weight_map
+
+
+def _entry(name: str, value: Mapping[str, Any], file: MappedFile, path: Path, base: int) -> _Entry:
+    try:
+        shape = tuple(int(size) for size in value["shape"])
+        start, end = (base + int(offset) for offset in value["data_offsets"])
+        stored = str(value["dtype"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"{path}: the header's entry of tensor {name!r} is damaged ({error}); download the model again"
+        ) from error
+    entry = _Entry(file, path, stored, shape, start, end)
+    if stored in _DTYPES and prod(shape) * _DTYPES[stored].itemsize != end - start:
+        raise ModelLoadError(
+            f"{path}: tensor {name!r} has {end - start} bytes, which do not fit its shape {list(shape)} in {stored}; "
+            "the file is damaged: download the model again"
+        )
+    return entry
+
+
+def _dtype(name: str, entry: _Entry) -> torch.dtype:
+    dtype = _DTYPES.get(entry.stored)
+    if dtype is None:
+        raise ModelLoadError(
+            f"{entry.path}: tensor {name!r} is stored as {entry.stored}, which is not supported; use a checkpoint in "
+            "bfloat16, or a GGUF file"
+        )
+    return dtype
+
+
+def _unstacked(entries: dict[str, _Entry], config: PreTrainedConfig) -> dict[str, _Entry]:
+    """Replace stacked experts by single matrices under the checkpoint's names."""
+    if config.model_type not in EXPERT_NAMES:
+        return entries
+    module, (gate, up, down) = EXPERT_NAMES[config.model_type]
+    result: dict[str, _Entry] = {}
+    for name, entry in entries.items():
+        match = _STACKED.fullmatch(name)
+        if match is None or len(entry.shape) != 3:
+            result[name] = entry
+            continue
+        count, rows, _ = entry.shape
+        parts = {down: (0, rows)} if match[2] == "down_proj" else {gate: (0, rows // 2), up: (rows // 2, rows // 2)}
+        for index in range(count):
+            for part, (row, num_rows) in parts.items():
+                result[f"{match[1]}{module}.{index}.{part}.weight"] = entry.part(index, row, num_rows)
+    return result
