@@ -6,7 +6,7 @@ the name of its field, so that a feature that is not implemented is never comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -120,15 +120,15 @@ def problem(config: Mapping[str, Any], *, known: Collection[str] | None = None) 
         understood = name in family.fields or name in _NEUTRAL or name.startswith("_")
         if not understood and value is not None and (known is None or name in known):
             return f"its field {name} ({value!r}) is not known here"
-    return next(filter(None, (check(family, config) for check in _CHECKS)), None)
+    return _activation_problem(family, config) or _rope_problem(family, config) or _layer_problem(config)
 
 
-def _check_activation(family: Family, config: Mapping[str, Any]) -> str | None:
+def _activation_problem(family: Family, config: Mapping[str, Any]) -> str | None:
     name = config.get(family.activation)
     return None if name is None or name in ACTIVATIONS else f"its {family.activation} {name!r} is not implemented"
 
 
-def _check_rope(family: Family, config: Mapping[str, Any]) -> str | None:
+def _rope_problem(family: Family, config: Mapping[str, Any]) -> str | None:
     for parameters in rope_parameters(config):
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         # Phi-3's first name for it.
@@ -137,22 +137,11 @@ def _check_rope(family: Family, config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_layers(family: Family, config: Mapping[str, Any]) -> str | None:
+def _layer_problem(config: Mapping[str, Any]) -> str | None:
+    if config.get("use_bidirectional_attention"):
+        return "it attends in both directions (use_bidirectional_attention)"
     other = sorted({str(kind) for kind in config.get("layer_types") or ()} - LAYER_TYPES)
     return f"its layer_types {', '.join(other)} are not implemented" if other else None
-
-
-def _check_direction(family: Family, config: Mapping[str, Any]) -> str | None:
-    given = config.get("use_bidirectional_attention")
-    return "it attends in both directions (use_bidirectional_attention)" if given else None
-
-
-_CHECKS: tuple[Callable[[Family, Mapping[str, Any]], str | None], ...] = (
-    _check_activation,
-    _check_rope,
-    _check_layers,
-    _check_direction,
-)
 
 
 def rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

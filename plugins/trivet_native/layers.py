@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -50,12 +51,11 @@ class FeedForward(Protocol):
 
 
 def gate_with(activation: Activation, ops: Ops) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """The function that makes ``[T, N]`` of ``[gate, up]`` ``[T, 2N]``, and puts it into its second argument if given."""
+    """The function that makes ``[T, N]`` of ``[gate, up]`` ``[T, 2N]``, and puts it into its second argument if that is
+    given."""
     if activation == "silu":
-        return lambda x, out: ops.silu_and_mul(x, out)
-    if activation == "gelu":
-        return lambda x, out: ops.gelu_and_mul(x, out, approximate=False)
-    return lambda x, out: ops.gelu_and_mul(x, out)
+        return ops.silu_and_mul
+    return functools.partial(ops.gelu_and_mul, approximate=activation == "gelu_tanh")
 
 
 class GatedMLP:
@@ -133,7 +133,8 @@ class Block:
         self._query_size, self._kv_size = spec.query_size, spec.kv_size
 
     def before(self, residual: Tensor, delta: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[T, H, D]``, keys and values ``[T, Hk, D]``, views of one tensor; adds ``delta`` to ``residual``."""
+        """Queries ``[T, H, D]``, keys and values ``[T, Hk, D]``, views of one tensor; ``delta`` is added to
+        ``residual``."""
         weights = self.weights
         qkv = weights.qkv(self._norm(residual, delta, weights.attention_norm))
         rows, split = qkv.shape[0], self._query_size + self._kv_size

@@ -65,8 +65,8 @@ class Loader:
         tables: Sequence[Tensor],
         plain: bool = False,
     ) -> None:
-        """``tables``: of rotary embeddings, as :attr:`DecoderSpec.ropes`. ``plain``: only operations that a compiler can
-        look into."""
+        """``tables``: of rotary embeddings, as :attr:`DecoderSpec.ropes`. ``plain``: only operations that a compiler
+        can look into."""
         self._weights, self._spec, self._dtype, self._device = weights, spec, dtype, device
         self._quantization, self._ops, self._tables, self._plain = quantization, ops, tables, plain
         self._scratch = None if plain else Scratch(dtype, device)

@@ -30,7 +30,7 @@ class NativeModel(Model):
     """Decoders of the families in :mod:`trivet_native.fields`.
 
     Matrices that multiply the same input are one, the residual stream is in the model's type, everything between
-    matrix products goes through :class:`trivet_kernels.ops.Ops`, and only the rows of ``logits_indices`` reach the head.
+    matrix products goes through :class:`trivet_kernels.ops.Ops`, and only rows of ``logits_indices`` reach the head.
     """
 
     role: ClassVar[str] = "model"

@@ -31,7 +31,7 @@ class Experts:
         shared: FeedForward | None = None,
         shared_gate: Linear | None = None,
     ) -> None:
-        """``shared_gate`` maps ``[T, hidden_size]`` to ``[T, 1]``: the sigmoid of that is the shared expert's factor."""
+        """``shared_gate`` maps ``[T, hidden_size]`` to ``[T, 1]``, whose sigmoid is the shared expert's factor."""
         self._spec, self._router, self._experts = spec, router, experts
         self._shared, self._shared_gate = shared, shared_gate
 
@@ -76,8 +76,8 @@ class Experts:
 
 
 def route(spec: ExpertsSpec, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights ``[T, top_k]`` float32 and numbers ``[T, top_k]`` of the experts that the router's ``scores`` ``[T, count]``
-    choose, the best one first; the softmax is in float32."""
+    """Weights ``[T, top_k]`` float32 and numbers ``[T, top_k]`` of the experts that the router's ``scores`` ``[T,
+    count]`` choose, the best one first; the softmax is in float32."""
     if spec.softmax_of_chosen:
         best, chosen = torch.topk(scores, spec.top_k, dim=-1)
         return torch.softmax(best.float(), dim=-1), chosen

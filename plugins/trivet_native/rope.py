@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def rope_table(config: Any, rope: RopeSpec, max_positions: int) -> Tensor:
-    """``[max_positions, R]`` float32: ``R / 2`` cosines, then ``R / 2`` sines for each position, scaled by the attention
-    factor of the rope type.
+    """``[max_positions, R]`` float32: ``R / 2`` cosines, then ``R / 2`` sines for each position, scaled by the
+    attention factor of the rope type.
 
     Frequencies are those that transformers computes from ``config`` for a sequence of no particular length; see
     :func:`trivet_torch.rope.check_rope` for the types where they depend on it.
