@@ -61,7 +61,7 @@ class NativeOps(Ops):
         if weight.shape != (size,):
             raise ValueError(f"weight must be [{size}] for rows of {size}, not {list(weight.shape)}")
         if out is None:
-            out = torch.empty(shape, dtype=dtype, device=x.device)
+            out = x.new_empty(shape)
         elif out.shape != shape:
             raise ValueError(f"out must be {list(shape)} like x, not {list(out.shape)}")
         strides, out_strides = x.stride(), out.stride()
@@ -104,7 +104,7 @@ class NativeOps(Ops):
         if residual.shape != shape:
             raise ValueError(f"residual must be {list(shape)} like x, not {list(residual.shape)}")
         if out is None:
-            out = torch.empty(shape, dtype=residual.dtype, device=x.device)
+            out = residual.new_empty(shape)
         elif out.shape != shape:
             raise ValueError(f"out must be {list(shape)} like x, not {list(out.shape)}")
         stride, dense = x.stride()
@@ -229,7 +229,7 @@ class NativeOps(Ops):
         if width % 2:
             raise ValueError(f"x must have an even number of columns, not {width}")
         if out is None:
-            out = torch.empty((rows, size), dtype=dtype, device=x.device)
+            out = x.new_empty((rows, size))
         elif out.shape != (rows, size):
             raise ValueError(f"out must be {[rows, size]}, half of x, not {list(out.shape)}")
         stride, dense = x.stride()

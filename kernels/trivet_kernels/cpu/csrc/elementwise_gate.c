@@ -20,28 +20,34 @@ INLINE void gate_row(const void *x, void *out, int64_t begin, int64_t end, int64
     }
 }
 
-INLINE void gate_rows(const void *x, void *out, int64_t rows, int64_t n, int64_t x_stride, int64_t out_stride,
-                      int64_t num_threads, int kind, int dtype) {
-    const int64_t chunks = (n + CHUNK - 1) / CHUNK, size = dtype == TRIVET_F32 ? 4 : 2;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(static)
-    for (int64_t part = 0; part < rows * chunks; part++) {
-        int64_t row = part / chunks, begin = part % chunks * CHUNK;
-        int64_t end = begin + CHUNK < n ? begin + CHUNK : n;
-        gate_row((const char *)x + row * x_stride * size, (char *)out + row * out_stride * size, begin, end, n, kind,
-                 dtype);
+typedef struct {
+    const char *x;
+    char *out;
+    int64_t n, chunks, x_stride, out_stride, kind, dtype;
+} gate_t;
+
+static void gate_chunk(const void *arguments, int64_t part) {
+    const gate_t *a = arguments;
+    const int64_t row = part / a->chunks, begin = part % a->chunks * CHUNK, n = a->n;
+    const int64_t end = begin + CHUNK < n ? begin + CHUNK : n;
+    const char *x = a->x + row * a->x_stride * size_of(a->dtype);
+    char *out = a->out + row * a->out_stride * size_of(a->dtype);
+    /* Constants in the calls make a loop of its own for each case. */
+    if (a->dtype == TRIVET_F32) {
+        if (a->kind == SILU) gate_row(x, out, begin, end, n, SILU, TRIVET_F32);
+        else if (a->kind == GELU_TANH) gate_row(x, out, begin, end, n, GELU_TANH, TRIVET_F32);
+        else gate_row(x, out, begin, end, n, GELU_ERF, TRIVET_F32);
+    } else {
+        if (a->kind == SILU) gate_row(x, out, begin, end, n, SILU, TRIVET_BF16);
+        else if (a->kind == GELU_TANH) gate_row(x, out, begin, end, n, GELU_TANH, TRIVET_BF16);
+        else gate_row(x, out, begin, end, n, GELU_ERF, TRIVET_BF16);
     }
 }
 
 /* x [rows, 2n], out [rows, n]; `kind` as above. */
 void trivet_gate_and_mul(const void *x, void *out, int64_t rows, int64_t n, int64_t x_stride, int64_t out_stride,
                          int64_t kind, int64_t dtype, int64_t num_threads) {
-    if (dtype == TRIVET_F32) {
-        if (kind == SILU) gate_rows(x, out, rows, n, x_stride, out_stride, num_threads, SILU, TRIVET_F32);
-        else if (kind == GELU_TANH) gate_rows(x, out, rows, n, x_stride, out_stride, num_threads, GELU_TANH, TRIVET_F32);
-        else gate_rows(x, out, rows, n, x_stride, out_stride, num_threads, GELU_ERF, TRIVET_F32);
-    } else {
-        if (kind == SILU) gate_rows(x, out, rows, n, x_stride, out_stride, num_threads, SILU, TRIVET_BF16);
-        else if (kind == GELU_TANH) gate_rows(x, out, rows, n, x_stride, out_stride, num_threads, GELU_TANH, TRIVET_BF16);
-        else gate_rows(x, out, rows, n, x_stride, out_stride, num_threads, GELU_ERF, TRIVET_BF16);
-    }
+    const int64_t chunks = (n + CHUNK - 1) / CHUNK;
+    const gate_t a = {x, out, n, chunks, x_stride, out_stride, kind, dtype};
+    for_each(gate_chunk, &a, rows * chunks, num_threads);
 }

@@ -37,52 +37,47 @@ INLINE void add_row(const void *x, void *residual, int64_t n, int dtype) {
     }
 }
 
-INLINE const char *row_of(const void *x, int64_t offset, int dtype) {
-    return (const char *)x + offset * (dtype == TRIVET_F32 ? 4 : 2);
-}
-
 typedef struct {
-    const void *x;
+    const char *x;
+    char *residual; /* NULL where there is none */
     const float *weight;
-    void *out;
-    int64_t inner, n, x_outer, x_inner, out_outer, out_inner;
+    char *out;
+    int64_t inner, n, x_outer, x_inner, residual_outer, out_outer, out_inner, dtype;
     float eps;
 } norm_t;
 
-INLINE void norm_rows(const norm_t *a, int64_t row, int dtype) {
-    int64_t outer = row / a->inner, inner = row % a->inner;
-    const char *x = row_of(a->x, outer * a->x_outer + inner * a->x_inner, dtype);
-    const char *out = row_of(a->out, outer * a->out_outer + inner * a->out_inner, dtype);
-    norm_row(x, a->weight, (void *)out, a->n, a->eps, dtype);
+INLINE void norm_any(const norm_t *a, int64_t row, int dtype) {
+    const int64_t outer = row / a->inner, inner = row % a->inner, size = size_of(dtype);
+    const char *x = a->x + (outer * a->x_outer + inner * a->x_inner) * size;
+    char *out = a->out + (outer * a->out_outer + inner * a->out_inner) * size;
+    if (a->residual) {
+        char *residual = a->residual + outer * a->residual_outer * size;
+        add_row(x, residual, a->n, dtype);
+        x = residual;
+    }
+    norm_row(x, a->weight, out, a->n, a->eps, dtype);
+}
+
+static void norm_one(const void *arguments, int64_t row) {
+    const norm_t *a = arguments;
+    if (a->dtype == TRIVET_F32)
+        norm_any(a, row, TRIVET_F32);
+    else
+        norm_any(a, row, TRIVET_BF16);
 }
 
 /* x [outer, inner, n] and out likewise, both with strides between rows; weight [n]. */
 void trivet_rms_norm(const void *x, const float *weight, void *out, int64_t outer, int64_t inner, int64_t n,
                      int64_t x_outer, int64_t x_inner, int64_t out_outer, int64_t out_inner, float eps, int64_t dtype,
                      int64_t num_threads) {
-    const norm_t a = {x, weight, out, inner, n, x_outer, x_inner, out_outer, out_inner, eps};
-    const int64_t rows = outer * inner;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(static)
-    for (int64_t row = 0; row < rows; row++)
-        if (dtype == TRIVET_F32)
-            norm_rows(&a, row, TRIVET_F32);
-        else
-            norm_rows(&a, row, TRIVET_BF16);
+    const norm_t a = {x, NULL, weight, out, inner, n, x_outer, x_inner, 0, out_outer, out_inner, dtype, eps};
+    for_each(norm_one, &a, outer * inner, num_threads);
 }
 
 /* residual += x, rounded to their type, then the norm of that; all [rows, n]. */
 void trivet_add_rms_norm(const void *x, void *residual, const float *weight, void *out, int64_t rows, int64_t n,
                          int64_t x_stride, int64_t residual_stride, int64_t out_stride, float eps, int64_t dtype,
                          int64_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(static)
-    for (int64_t row = 0; row < rows; row++)
-        if (dtype == TRIVET_F32) {
-            float *sum = (float *)residual + row * residual_stride;
-            add_row((const float *)x + row * x_stride, sum, n, TRIVET_F32);
-            norm_row(sum, weight, (float *)out + row * out_stride, n, eps, TRIVET_F32);
-        } else {
-            bf16_t *sum = (bf16_t *)residual + row * residual_stride;
-            add_row((const bf16_t *)x + row * x_stride, sum, n, TRIVET_BF16);
-            norm_row(sum, weight, (bf16_t *)out + row * out_stride, n, eps, TRIVET_BF16);
-        }
+    const norm_t a = {x, residual, weight, out, 1, n, x_stride, 0, residual_stride, out_stride, 0, dtype, eps};
+    for_each(norm_one, &a, rows, num_threads);
 }

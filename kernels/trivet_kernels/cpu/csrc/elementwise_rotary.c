@@ -2,15 +2,16 @@
 #include "elementwise_vec.h"
 
 typedef struct {
-    void *x;             /* [tokens, heads, dim] */
+    char *x;             /* [tokens, heads, dim] */
     const float *weight; /* of the norm [dim], NULL for none */
     int64_t heads, token_stride, head_stride;
 } heads_t;
 
 typedef struct {
+    heads_t both[2]; /* queries and keys */
     const int64_t *positions;
     const float *table;
-    int64_t table_stride, dim, width;
+    int64_t table_stride, dim, width, interleaved, dtype;
     float eps;
 } rotary_t;
 
@@ -64,15 +65,29 @@ INLINE void rotate(float *head, const float *cosines, int64_t width, int interle
 /* Largest size of a head; the caller checks it. */
 enum { MAX_DIM = 1024 };
 
-INLINE void rotate_heads(const heads_t *heads, const rotary_t *a, int64_t token, int interleaved, int dtype) {
+INLINE void rotate_heads(const rotary_t *a, int64_t token, int interleaved, int dtype) {
     float head[MAX_DIM + LANES];
     const float *cosines = a->table + a->positions[token] * a->table_stride;
-    const int64_t size = dtype == TRIVET_F32 ? 4 : 2;
-    for (int64_t h = 0; h < heads->heads; h++) {
-        char *x = (char *)heads->x + (token * heads->token_stride + h * heads->head_stride) * size;
-        widen_head(x, heads->weight, head, heads->weight ? a->dim : a->width, a->eps, dtype);
-        rotate(head, cosines, a->width, interleaved);
-        narrow_head(head, x, heads->weight ? a->dim : a->width, dtype);
+    for (int i = 0; i < 2; i++) {
+        const heads_t *heads = &a->both[i];
+        const int64_t count = heads->weight ? a->dim : a->width; /* of elements that change */
+        for (int64_t h = 0; h < heads->heads; h++) {
+            char *x = heads->x + (token * heads->token_stride + h * heads->head_stride) * size_of(dtype);
+            widen_head(x, heads->weight, head, count, a->eps, dtype);
+            rotate(head, cosines, a->width, interleaved);
+            narrow_head(head, x, count, dtype);
+        }
+    }
+}
+
+static void rotate_token(const void *arguments, int64_t token) {
+    const rotary_t *a = arguments;
+    if (a->dtype == TRIVET_F32) {
+        if (a->interleaved) rotate_heads(a, token, 1, TRIVET_F32);
+        else rotate_heads(a, token, 0, TRIVET_F32);
+    } else {
+        if (a->interleaved) rotate_heads(a, token, 1, TRIVET_BF16);
+        else rotate_heads(a, token, 0, TRIVET_BF16);
     }
 }
 
@@ -82,21 +97,11 @@ int64_t trivet_rotary(void *query, void *key, const int64_t *positions, const fl
                       int64_t width, int64_t query_token, int64_t query_head, int64_t key_token, int64_t key_head,
                       int64_t table_stride, int64_t num_positions, float eps, int64_t interleaved, int64_t dtype,
                       int64_t num_threads) {
-    const rotary_t a = {positions, table, table_stride, dim, width, eps};
-    const heads_t both[2] = {{query, query_weight, query_heads, query_token, query_head},
-                             {key, key_weight, key_heads, key_token, key_head}};
+    const rotary_t a = {{{query, query_weight, query_heads, query_token, query_head},
+                         {key, key_weight, key_heads, key_token, key_head}},
+                        positions, table, table_stride, dim, width, interleaved, dtype, eps};
     for (int64_t token = 0; token < tokens; token++)
         if (positions[token] < 0 || positions[token] >= num_positions) return 1;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(static)
-    for (int64_t token = 0; token < tokens; token++)
-        for (int i = 0; i < 2; i++) {
-            if (dtype == TRIVET_F32) {
-                if (interleaved) rotate_heads(&both[i], &a, token, 1, TRIVET_F32);
-                else rotate_heads(&both[i], &a, token, 0, TRIVET_F32);
-            } else {
-                if (interleaved) rotate_heads(&both[i], &a, token, 1, TRIVET_BF16);
-                else rotate_heads(&both[i], &a, token, 0, TRIVET_BF16);
-            }
-        }
+    for_each(rotate_token, &a, tokens, num_threads);
     return 0;
 }

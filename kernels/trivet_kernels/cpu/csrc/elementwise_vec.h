@@ -24,24 +24,50 @@ INLINE vec_t splat(float value) { return (vec_t){} + value; }
 
 INLINE vec_t choose(ivec_t mask, vec_t yes, vec_t no) { return (vec_t)((mask & (ivec_t)yes) | (~mask & (ivec_t)no)); }
 
-/* Smaller and larger of a vector and a bound; NaN stays NaN. */
+/* Smaller and larger of a vector and a bound (NaN stays NaN), and conversions from bfloat16 and to the nearest one, as
+ * in common.h. The compilers make much longer code of the generic ones. */
+#if defined(__AVX512F__)
+
+INLINE vec_t at_most(vec_t x, float bound) { return (vec_t)_mm512_min_ps((__m512)splat(bound), (__m512)x); }
+INLINE vec_t at_least(vec_t x, float bound) { return (vec_t)_mm512_max_ps((__m512)splat(bound), (__m512)x); }
+INLINE vec_t widen_bf16(hvec_t x) { return (vec_t)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16); }
+
+#elif defined(__AVX2__)
+
+INLINE vec_t at_most(vec_t x, float bound) { return (vec_t)_mm256_min_ps((__m256)splat(bound), (__m256)x); }
+INLINE vec_t at_least(vec_t x, float bound) { return (vec_t)_mm256_max_ps((__m256)splat(bound), (__m256)x); }
+INLINE vec_t widen_bf16(hvec_t x) { return (vec_t)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)x), 16); }
+
+#else
+
 INLINE vec_t at_most(vec_t x, float bound) { return choose(x > bound, splat(bound), x); }
 INLINE vec_t at_least(vec_t x, float bound) { return choose(x < bound, splat(bound), x); }
-
-/* The bits of the nearest bfloat16 (see float_to_bf16). */
-INLINE hvec_t round_to_bf16(vec_t x) {
-    uvec_t bits = (uvec_t)x;
-    uvec_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    uvec_t nan = (uvec_t)(x != x);
-    rounded = (rounded & ~nan) | ((bits | 0x400000u) & nan);
-    return __builtin_convertvector(rounded >> 16, hvec_t);
-}
-
 INLINE vec_t widen_bf16(hvec_t x) { return (vec_t)(__builtin_convertvector(x, uvec_t) << 16); }
 
-INLINE float load_one(const void *x, int64_t i, int dtype) {
-    return dtype == TRIVET_F32 ? ((const float *)x)[i] : bf16_to_float(((const bf16_t *)x)[i]);
+#endif
+
+#if defined(__AVX512BF16__)
+
+/* Unlike the others it takes numbers below the smallest normal one, 1.2e-38, for 0. */
+INLINE hvec_t round_to_bf16(vec_t x) { return (hvec_t)_mm512_cvtneps_pbh((__m512)x); }
+
+#else
+
+INLINE hvec_t round_to_bf16(vec_t x) {
+    uvec_t bits = (uvec_t)x, nan = (uvec_t)(x != x);
+    uvec_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    rounded = ((rounded & ~nan) | ((bits | 0x400000u) & nan)) >> 16;
+#if defined(__AVX512F__)
+    return (hvec_t)_mm512_cvtepi32_epi16((__m512i)rounded);
+#elif defined(__AVX2__)
+    __m256i packed = _mm256_packus_epi32((__m256i)rounded, (__m256i)rounded);
+    return (hvec_t)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+    return __builtin_convertvector(rounded, hvec_t);
+#endif
 }
+
+#endif
 
 /* Elements i … i + LANES - 1 of x. */
 INLINE vec_t load(const void *x, int64_t i, int dtype) {
@@ -95,9 +121,22 @@ INLINE float sum_of_lanes(vec_t x) {
     return lanes[0];
 }
 
+/* Calls work(arguments, i) for i in 0 … count - 1. Even a team of one thread takes OpenMP half a microsecond to form, as
+ * long as a row of some hundred elements takes. */
+INLINE void for_each(void (*work)(const void *, int64_t), const void *arguments, int64_t count, int64_t num_threads) {
+    if (num_threads <= 1) {
+        for (int64_t i = 0; i < count; i++) work(arguments, i);
+        return;
+    }
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) work(arguments, i);
+}
+
+INLINE int64_t size_of(int64_t dtype) { return dtype == TRIVET_F32 ? 4 : 2; }
+
 /* e^x within 1 ulp where that is a normal number; inf where that is too large, NaN of NaN.
  * x = n ln 2 + r, |r| <= ln 2 / 2 with ln 2 in two parts (Cody and Waite), a polynomial of r that is nearly the best one
- * (interpolated in Chebyshev points), and a product with 2^n in two steps, so that no step overflows early. */
+ * (interpolated in Chebyshev points), and a product with 2^n. */
 INLINE vec_t vec_exp(vec_t x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded to an integer */
     x = at_most(at_least(x, -104.0f), 89.0f);
@@ -111,9 +150,13 @@ INLINE vec_t vec_exp(vec_t x) {
     p = p * r + 1.6666576266e-1f;
     p = p * r + 0.5f;
     p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+    return (vec_t)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
     ivec_t n = (ivec_t)shifted - (ivec_t)splat(magic);
-    ivec_t half = n >> 1;
+    ivec_t half = n >> 1; /* in two steps, so that neither overflows early */
     return p * (vec_t)((half + 127) << 23) * (vec_t)((n - half + 127) << 23);
+#endif
 }
 
 INLINE vec_t vec_silu(vec_t x) { return x / (1.0f + vec_exp(-x)); }
