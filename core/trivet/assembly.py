@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -49,6 +50,9 @@ class Parts:
     grammars: Sequence[Grammar] = ()
     processors: Sequence[LogitsProcessor] = ()
     wake: Callable[[], None] = field(default=lambda: None)
+    #: when parts of the start began and ended, by ``time.perf_counter``: ``load`` (the model), ``allocate`` (KV cache,
+    #: and what the worker prepares once it knows its memory)
+    timeline: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def shutdown(self) -> None:
         """Shut every plugin down."""
@@ -98,7 +102,10 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
         max_num_batched_tokens=limits.max_num_batched_tokens,
         tokenizer_size=None if tokenizer is None else tokenizer.size,
     )
+    timeline = {}
+    began = time.perf_counter()
     info = executor.start()
+    timeline["load"] = (began, time.perf_counter())
     for spec, support in zip(info.specs, info.support, strict=True):
         if support.problem:
             raise PluginError(
@@ -109,7 +116,9 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
     layout, max_model_len = negotiate(cache, info, limits, config.max_model_len, in_flight)
     for tier in context.all("cache_tier"):
         tier.check(context, layout)
+    began = time.perf_counter()
     executor.configure_cache(layout)
+    timeline["allocate"] = (began, time.perf_counter())
     table = RequestTable(limits.max_num_seqs, max_model_len)
     eos = frozenset(info.model.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer is not None else ())
     connector = context.get("connector")
@@ -164,6 +173,7 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
         committer,
         grammars=context.all("grammar"),
         processors=context.all("logits_processor"),
+        timeline=timeline,
     )
     _connect_holds(parts)
     return parts

@@ -40,6 +40,13 @@ def load_config_file(
     return _build(_read(path), list(overrides), known_flat or {}, str(path))
 
 
+def config_from_overrides(
+    overrides: Iterable[str], known_flat: KnownFlat | Callable[[Mapping[str, Any]], KnownFlat] | None = None
+) -> EngineConfig:
+    """Make a configuration from ``--set`` texts alone, like :func:`load_config_file` without a file."""
+    return _build(Document({}), list(overrides), known_flat or {}, None)
+
+
 def _read(path: Path) -> Document:
     source = str(path)
     try:
@@ -75,7 +82,7 @@ def _files_in(path: Path) -> str:
 
 
 def _build(
-    document: Document, texts: list[str], flat: KnownFlat | Callable[[Mapping[str, Any]], KnownFlat], source: str
+    document: Document, texts: list[str], flat: KnownFlat | Callable[[Mapping[str, Any]], KnownFlat], source: str | None
 ) -> EngineConfig:
     overrides, problems = parse_overrides(texts)
     places = {path: Place(line=line) for path, line in document.lines.items()}

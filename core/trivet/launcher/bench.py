@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,13 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from trivet.launcher.bench_shared import check_path, progress_bar, set_completed, write_json
+from trivet.launcher.bench_speed import latency, throughput
+from trivet.launcher.bench_startup import startup
 from trivet.launcher.errors import complain
 
 if TYPE_CHECKING:
     from trivet.bench.lengths import LengthDistribution
     from trivet.bench.memory import MemoryUse
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure memory; results as a table, JSON or a plot.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed and memory; results as a table, JSON or a plot.")
+_ENGINE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+for _command in (throughput, latency, startup):
+    bench_app.command(context_settings=_ENGINE_ARGUMENTS, options_metavar="[CONFIG] [OPTIONS]")(_command)
 
 _CACHES = "contiguous-max,contiguous-pow2,contiguous-oracle,paged"
 #: the setting of the paper's figure
@@ -73,7 +77,7 @@ def memory(
 
     names = _names(caches)
     for option, path in (("--plot", plot), ("--json", as_json)):
-        _check_path(option, path)
+        check_path(option, path)
     if plot is not None:
         from trivet.bench.plots import check_plot
 
@@ -90,14 +94,14 @@ def memory(
     for name in names:
         check_setting(name, kv_tokens=kv_tokens, max_model_len=max_model_len, block_size=block_size)
     uses: list[MemoryUse] = []
-    with _bar() as bar:
+    with progress_bar() as bar:
         for name in names:
-            show = partial(_advance, bar, bar.add_task(name, total=count))
+            show = partial(set_completed, bar, bar.add_task(name, total=count))
             uses.append(measure(name, lengths, on_ended=show, **setting))
     report = _report(lengths, setting, uses)
     _show(report, uses)
     if as_json is not None:
-        as_json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(as_json, report)
     if plot is not None:
         from trivet.bench.plots import plot_memory
 
@@ -114,41 +118,6 @@ def _names(caches: str) -> list[str]:
         given = ", ".join(map(repr, unknown)) or "nothing"
         raise typer.BadParameter(f"{given} is none of {', '.join(CACHES)}", param_hint="--caches")
     return list(dict.fromkeys(names))
-
-
-def _check_path(option: str, path: Path | None) -> None:
-    """Before the time for a benchmark is spent."""
-    if path is None:
-        return
-    problem = f"{path} cannot be written: name a file in a folder that exists"
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise typer.BadParameter(problem, param_hint=option)
-    if not path.exists():
-        # There are folders that nobody can make files in.
-        try:
-            path.touch()
-            path.unlink()
-        except OSError as error:
-            raise typer.BadParameter(f"{problem} ({error.strerror})", param_hint=option) from error
-
-
-def _bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
-
-
-def _advance(bar: Any, task: Any, count: int) -> None:
-    bar.update(task, completed=count)
 
 
 def _report(lengths: LengthDistribution, setting: dict[str, int], uses: Sequence[MemoryUse]) -> dict[str, Any]:
