@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton.language as tl
 
 from trivet_kernels.triton.compat import jit
@@ -14,7 +12,7 @@ GELU_ERF = tl.constexpr(2)
 
 
 @jit()
-def _logistic(x: Any) -> Any:
+def _logistic(x: tl.tensor) -> tl.tensor:
     """``1 / (1 + e⁻ˣ)``, by an exponential that cannot overflow."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x < 0, small, 1.0) / (1.0 + small)
@@ -22,14 +20,14 @@ def _logistic(x: Any) -> Any:
 
 @jit()
 def gated_kernel(
-    x: Any,
-    out: Any,
-    x_row_stride: Any,
-    out_row_stride: Any,
-    size: Any,
+    x: tl.tensor,
+    out: tl.tensor,
+    x_row_stride: tl.tensor,
+    out_row_stride: tl.tensor,
+    size: tl.tensor,
     kind: tl.constexpr,
     block: tl.constexpr,
-) -> Any:
+) -> None:
     """One block of columns of one row: ``out = act(x[:size]) * x[size:]``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)

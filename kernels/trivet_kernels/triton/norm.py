@@ -5,8 +5,6 @@ Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton.language as tl
 
 from trivet_kernels.triton.compat import jit
@@ -14,18 +12,18 @@ from trivet_kernels.triton.compat import jit
 
 @jit()
 def norm_kernel(
-    x: Any,
-    weight: Any,
-    out: Any,
-    inner: Any,
-    x_outer_stride: Any,
-    x_row_stride: Any,
-    out_outer_stride: Any,
-    out_row_stride: Any,
-    eps: Any,
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    inner: tl.tensor,
+    x_outer_stride: tl.tensor,
+    x_row_stride: tl.tensor,
+    out_outer_stride: tl.tensor,
+    out_row_stride: tl.tensor,
+    eps: tl.tensor,
     size: tl.constexpr,
     block: tl.constexpr,
-) -> Any:
+) -> None:
     """``out = x * rsqrt(mean(x²) + eps) * weight``; row ``i`` is ``x[i // inner, i % inner]``."""
     row = tl.program_id(0).to(tl.int64)
     outer, row = row // inner, row % inner
@@ -39,17 +37,17 @@ def norm_kernel(
 
 @jit()
 def add_norm_kernel(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    out: Any,
-    x_row_stride: Any,
-    residual_row_stride: Any,
-    out_row_stride: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    x_row_stride: tl.tensor,
+    residual_row_stride: tl.tensor,
+    out_row_stride: tl.tensor,
+    eps: tl.tensor,
     size: tl.constexpr,
     block: tl.constexpr,
-) -> Any:
+) -> None:
     """``residual += x``, rounded, and the norm of what was stored."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)

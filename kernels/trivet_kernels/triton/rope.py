@@ -5,8 +5,6 @@ Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton.language as tl
 
 from trivet_kernels.triton.compat import jit
@@ -14,15 +12,15 @@ from trivet_kernels.triton.compat import jit
 
 @jit()
 def _rotate(
-    heads: Any,
-    weight: Any,
-    row: Any,
-    first_head: Any,
-    num_heads: Any,
-    head_stride: Any,
-    cosine: Any,
-    sine: Any,
-    eps: Any,
+    heads: tl.tensor,
+    weight: tl.tensor,
+    row: tl.tensor,
+    first_head: tl.tensor,
+    num_heads: tl.tensor,
+    head_stride: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    eps: tl.tensor,
     interleaved: tl.constexpr,
     norm: tl.constexpr,
     size: tl.constexpr,
@@ -30,7 +28,7 @@ def _rotate(
     pairs: tl.constexpr,
     rest: tl.constexpr,
     block_heads: tl.constexpr,
-) -> Any:
+) -> None:
     """Rotate ``block_heads`` heads from ``first_head`` on of the token whose heads begin at ``heads + row``."""
     head = first_head + tl.arange(0, block_heads)
     start = heads + row + head.to(tl.int64)[:, None] * head_stride
@@ -63,20 +61,20 @@ def _rotate(
 
 @jit()
 def rotary_kernel(
-    query: Any,
-    key: Any,
-    positions: Any,
-    table: Any,
-    query_weight: Any,
-    key_weight: Any,
-    query_row_stride: Any,
-    query_head_stride: Any,
-    key_row_stride: Any,
-    key_head_stride: Any,
-    table_row_stride: Any,
-    num_query_heads: Any,
-    num_key_heads: Any,
-    eps: Any,
+    query: tl.tensor,
+    key: tl.tensor,
+    positions: tl.tensor,
+    table: tl.tensor,
+    query_weight: tl.tensor,
+    key_weight: tl.tensor,
+    query_row_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_row_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    table_row_stride: tl.tensor,
+    num_query_heads: tl.tensor,
+    num_key_heads: tl.tensor,
+    eps: tl.tensor,
     interleaved: tl.constexpr,
     norm_query: tl.constexpr,
     norm_key: tl.constexpr,
@@ -85,7 +83,7 @@ def rotary_kernel(
     pairs: tl.constexpr,
     rest: tl.constexpr,
     block_heads: tl.constexpr,
-) -> Any:
+) -> None:
     """A program for each token and ``block_heads`` of its query heads, then of its key heads."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
