@@ -13,6 +13,7 @@ from trivet.plan import Bool, Float32, Int32, Int64, NewRequest, Ragged, Task
 from trivet.result import PromptLogprobs, RequestFailure, RowLogprobs
 from trivet.roles import Sampled, Sampler
 from trivet_kernels.reference import sampling as kernels
+from trivet_kernels.sampling import argmax
 from trivet_sampler._logprobs import Wanted, logprobs
 from trivet_sampler._state import NO_LOGPROBS, SlotState
 from trivet_sampler._verify import follow
@@ -136,7 +137,7 @@ class TorchSampler(Sampler):
         greedy = self._state.greedy[slots]
         drawn, highest = np.zeros(len(slots), np.int32), np.zeros(len(slots), np.float32)
         if greedy.any():
-            ids, values = kernels.argmax(logits, self._size)
+            ids, values = argmax(logits, self._size)
             drawn[:], highest[:] = ids.cpu().numpy(), values.float().cpu().numpy()
         sampled = np.flatnonzero(~greedy)
         for at in range(0, len(sampled), _BLOCK):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trivet_kernels.cpu.types import DTYPES
 from trivet_kernels.ops import Ops
 from trivet_kernels.reference.ops import ReferenceOps
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FLOAT32 = torch.float32
-#: the C sources' numbers for element types
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _SILU, _GELU_TANH, _GELU_ERF = range(3)
 _LARGEST_HEAD = 1024
 #: elements of a call from which on it takes several threads
@@ -69,7 +68,7 @@ class NativeOps(Ops):
             2 <= len(shape) <= 3
             and strides[-1] == out_strides[-1] == 1
             and dtype is out.dtype
-            and (code := _DTYPES.get(dtype)) is not None
+            and (code := DTYPES.get(dtype)) is not None
             and weight.dtype is _FLOAT32
             and weight.is_contiguous()
             and x.is_cpu
@@ -114,7 +113,7 @@ class NativeOps(Ops):
             dense == residual_dense == out_dense == 1
             and dtype is residual.dtype
             and dtype is out.dtype
-            and (code := _DTYPES.get(dtype)) is not None
+            and (code := DTYPES.get(dtype)) is not None
             and weight.dtype is _FLOAT32
             and weight.is_contiguous()
             and x.is_cpu
@@ -159,7 +158,7 @@ class NativeOps(Ops):
         if width % 2 or width > dim:
             raise ValueError(f"table must have an even number of columns, at most {dim}, not {width}")
         strides, key_strides, table_strides = query.stride(), key.stride(), table.stride()
-        code = _DTYPES.get(query.dtype)
+        code = DTYPES.get(query.dtype)
         if (
             code is None
             or key.dtype is not query.dtype
@@ -234,7 +233,7 @@ class NativeOps(Ops):
             raise ValueError(f"out must be {[rows, size]}, half of x, not {list(out.shape)}")
         stride, dense = x.stride()
         out_stride, out_dense = out.stride()
-        code = _DTYPES.get(dtype)
+        code = DTYPES.get(dtype)
         if code is None or dense != 1 or out_dense != 1 or out.dtype is not dtype or not x.is_cpu:
             return None
         threads = 1 if rows * size < _MANY_GATED else torch.get_num_threads()

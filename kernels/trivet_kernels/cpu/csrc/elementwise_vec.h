@@ -69,6 +69,10 @@ INLINE hvec_t round_to_bf16(vec_t x) {
 
 #endif
 
+INLINE float load_one(const void *x, int64_t i, int dtype) {
+    return dtype == TRIVET_F32 ? ((const float *)x)[i] : bf16_to_float(((const bf16_t *)x)[i]);
+}
+
 /* Elements i … i + LANES - 1 of x. */
 INLINE vec_t load(const void *x, int64_t i, int dtype) {
     vec_t out;
