@@ -27,7 +27,7 @@ def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def attend_span(  # noqa: PLR0912, PLR0915 - branches are of the compilation, and a kernel's loop is one piece
+def attend_span(  # noqa: C901, PLR0912, PLR0915 - branches are of the compilation, and a kernel's loop is one piece
     acc: tl.tensor,
     top: tl.tensor,
     total: tl.tensor,
@@ -91,10 +91,7 @@ def attend_span(  # noqa: PLR0912, PLR0915 - branches are of the compilation, an
     for start in range(begin, end, block_n):
         position = start + offs_n
         readable = (position >= low) & (position < high)
-        if one_block:
-            offset = start % block_size + offs_n
-        else:
-            offset = position % block_size
+        offset = start % block_size + offs_n if one_block else position % block_size
         key_rows = keys + blocks.to(tl.int64) * key_block_stride + offset * key_token_stride
         value_rows = values + blocks.to(tl.int64) * value_block_stride + offset * value_token_stride
         # Read one tile ahead: a tile's addresses then never wait for the table, and loads of keys can be issued as many

@@ -108,12 +108,16 @@ def default_tiles(shape: Shape) -> Tiles:
         block_n = 32 if size <= 128 else 16
         return Tiles(Tile(32, block_n, 4, 2), Tile(0, block_n, 4, 2))
     if shape.arch.startswith("gfx"):
-        return Tiles(Tile(128, 64 if size <= 64 else 32, 4, 1), Tile(0, 64 if size <= 128 else 32, 4, 1))
-    hopper = not shape.arch.startswith("sm_8")
-    if size <= 128:
-        prefill = Tile(128, 64, 8, 3) if hopper else Tile(128, 64, 8, 2)
-        return Tiles(prefill, Tile(0, 64, 4, 3))
-    return Tiles(Tile(64, 64, 8, 2) if hopper else Tile(64, 32, 4, 2), Tile(0, 32, 4, 3))
+        prefill = Tile(128, 64, 8, 1) if size <= 128 else Tile(64, 32, 4, 1)
+        return Tiles(prefill, Tile(0, 64 if size <= 128 else 32, 4, 1))
+    ampere = shape.arch.startswith("sm_8")
+    if size <= 64:
+        prefill = Tile(128, 64, 8, 3)
+    elif size <= 128:
+        prefill = Tile(128, 32, 8, 3) if ampere else Tile(128, 64, 8, 3)
+    else:
+        prefill = Tile(64, 32, 8, 2) if ampere else Tile(128, 32, 8, 3)
+    return Tiles(prefill, Tile(0, 64 if size <= 128 else 32, 4, 3))
 
 
 def candidates(shape: Shape) -> list[Tiles]:
