@@ -7,7 +7,6 @@ import triton.language as tl
 from trivet_kernels.triton._rank import (
     LOWEST,
     NO_ID,
-    group_ids,
     key_value,
     load_values,
     rank_key,
@@ -19,6 +18,12 @@ from trivet_kernels.triton.noise import GROUP, group_noise, token_excess
 #: probabilities relative to the likeliest token's are integers of this many to one, so that no order of summation
 #: matters; 2**19 of them fit into 63 bits
 _ONE = tl.constexpr(float(2**42))
+#: width of a counter of tokens, of which three are packed into an integer
+_COUNTER = tl.constexpr(21)
+_MASK = tl.constexpr(2**21 - 1)
+_NO_KEY = tl.constexpr(-(2**63))
+#: how closely values are bounded, in keys: a 1/512 or 1/1024 of a value
+_COARSE = tl.constexpr(2**14)
 #: groups that are read at once
 _TILE = tl.constexpr(16)
 #: what a sum of float32 numbers may be off by, relatively
@@ -26,39 +31,61 @@ _SLACK = tl.constexpr(1.00001)
 
 
 @jit()
-def _at_least_count(keys: tl.tensor, low: tl.tensor, high: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """The largest number from ``low`` to ``high - 1`` that at least ``count`` ``keys`` reach, or ``low``; int64."""
-    while high - low > 1:
+def _packed(keys: tl.tensor, first: tl.tensor, middle: tl.tensor, last: tl.tensor) -> tl.tensor:
+    """Counters of keys from ``first``, ``middle`` and ``last`` on, in one int64, which no counts overflow."""
+    return (
+        (keys >= first).to(tl.int64)
+        | ((keys >= middle).to(tl.int64) << _COUNTER)
+        | ((keys >= last).to(tl.int64) << (2 * _COUNTER))
+    )
+
+
+@jit()
+def _least_by_count(
+    keys: tl.tensor, floor: tl.tensor, lowest: tl.tensor, limit: tl.tensor, count: tl.tensor
+) -> tl.tensor:
+    """A value's key, at least ``floor``, that ``count`` ``keys`` from ``lowest`` to below ``limit`` reach."""
+    low, high = tl.maximum(lowest, floor), limit
+    while high - low > _COARSE:
         step = high - low
         first, middle, last = low + step // 4, low + step // 2, low + step * 3 // 4
-        reach1 = tl.sum((keys >= first).to(tl.int32), 0) >= count
-        reach2 = tl.sum((keys >= middle).to(tl.int32), 0) >= count
-        reach3 = tl.sum((keys >= last).to(tl.int32), 0) >= count
+        counts = tl.sum(_packed(keys, first, middle, last))
+        reach1, reach2 = (counts & _MASK) >= count, ((counts >> _COUNTER) & _MASK) >= count
+        reach3 = (counts >> (2 * _COUNTER)) >= count
         high = tl.where(reach3, high, tl.where(reach2, last, tl.where(reach1, middle, first)))
         low = tl.where(reach3, last, tl.where(reach2, middle, tl.where(reach1, first, low)))
     return low
 
 
 @jit()
-def _at_least_mass(
+def _certain(keys: tl.tensor, peaks: tl.tensor, masses: tl.tensor, highest: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """What tokens whose keys are at least ``key`` weigh at least.
+
+    The likeliest token of a group weighs ``peaks``, all weigh ``masses``: those that reach a value weigh what is left
+    when all the others have just less.
+    """
+    below = (GROUP - 1) * tl.exp(tl.minimum(key_value(key.to(tl.int32)) - highest, 0.0))
+    return tl.sum(tl.where(keys >= key, tl.maximum(peaks, masses - below), 0.0))
+
+
+@jit()
+def _least_by_mass(
     keys: tl.tensor,
     peaks: tl.tensor,
     masses: tl.tensor,
     highest: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
+    floor: tl.tensor,
+    lowest: tl.tensor,
+    limit: tl.tensor,
     mass: tl.tensor,
 ) -> tl.tensor:
-    """A number from ``low`` to ``high - 1`` that tokens of at least ``mass`` are certain to reach, or ``low``; int64.
-
-    The likeliest token of a group has ``peaks``, all have ``masses``: those that reach a value ``v`` have what is left
-    of it when all others have just less than ``v``.
-    """
-    while high - low > 1:
+    """A value's key that tokens of at least ``mass`` are certain to reach; ``floor`` if none is known."""
+    low, high = tl.maximum(lowest, floor), limit
+    if _certain(keys, peaks, masses, highest, low) < mass:
+        low, high = floor, floor
+    while high - low > _COARSE:
         middle = low + (high - low) // 2
-        below = (GROUP - 1) * tl.exp(tl.minimum(key_value(middle.to(tl.int32)) - highest, 0.0))
-        certain = tl.where(keys >= middle, tl.maximum(peaks, masses - below), 0.0)
-        enough = tl.sum(certain, 0) >= mass
+        enough = _certain(keys, peaks, masses, highest, middle) >= mass
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
     return low
@@ -75,36 +102,31 @@ def _tally(
     first: tl.tensor,
     middle: tl.tensor,
     last: tl.tensor,
+    weigh: tl.constexpr,
     id_bits: tl.constexpr,
 ) -> tl.tensor:
-    """How many tokens of the ``chosen`` groups have keys from ``first``, ``middle`` and ``last`` on, and their masses."""
-    count1 = tl.zeros([_TILE, GROUP], tl.int32)
-    count2 = tl.zeros([_TILE, GROUP], tl.int32)
-    count3 = tl.zeros([_TILE, GROUP], tl.int32)
+    """How many tokens of the ``chosen`` groups have keys from ``first``, ``middle`` and ``last`` on, packed, and their
+    masses (0 unless ``weigh``)."""
+    counts = tl.zeros([_TILE, GROUP], tl.int64)
     mass1 = tl.zeros([_TILE, GROUP], tl.int64)
     mass2 = tl.zeros([_TILE, GROUP], tl.int64)
     mass3 = tl.zeros([_TILE, GROUP], tl.int64)
     for start in range(0, num_chosen, _TILE):
         place = start + tl.arange(0, _TILE)
-        ids = group_ids(tl.load(chosen + place, mask=place < num_chosen, other=0))
+        ids = tl.load(chosen + place, mask=place < num_chosen, other=0)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         inside = (place < num_chosen)[:, None] & (ids < size)
         values = load_values(row, ids, inside, temperature)
-        keys = rank_key(values, ids, id_bits)
-        weights = (tl.exp(tl.minimum(values - highest, 0.0)) * _ONE).to(tl.int64)
-        count1 += (inside & (keys >= first)).to(tl.int32)
-        count2 += (inside & (keys >= middle)).to(tl.int32)
-        count3 += (inside & (keys >= last)).to(tl.int32)
-        mass1 += tl.where(inside & (keys >= first), weights, 0)
-        mass2 += tl.where(inside & (keys >= middle), weights, 0)
-        mass3 += tl.where(inside & (keys >= last), weights, 0)
-    return (
-        tl.sum(tl.sum(count1, 1), 0).to(tl.int64),
-        tl.sum(tl.sum(count2, 1), 0).to(tl.int64),
-        tl.sum(tl.sum(count3, 1), 0).to(tl.int64),
-        tl.sum(tl.sum(mass1, 1), 0),
-        tl.sum(tl.sum(mass2, 1), 0),
-        tl.sum(tl.sum(mass3, 1), 0),
-    )
+        keys = tl.where(inside, rank_key(values, ids, id_bits), _NO_KEY)
+        counts += _packed(keys, first, middle, last)
+        if weigh:
+            weights = (tl.exp(tl.minimum(values - highest, 0.0)) * _ONE).to(tl.int64)
+            mass1 += tl.where(keys >= first, weights, 0)
+            mass2 += tl.where(keys >= middle, weights, 0)
+            mass3 += tl.where(keys >= last, weights, 0)
+    if weigh:
+        return tl.sum(counts), tl.sum(mass1), tl.sum(mass2), tl.sum(mass3)
+    none = tl.zeros_like(first)
+    return tl.sum(counts), none, none, none
 
 
 @jit()
@@ -118,23 +140,23 @@ def _search(
     low: tl.tensor,
     high: tl.tensor,
     count: tl.tensor,
-    mass: tl.tensor,
     wanted: tl.tensor,
     by_mass: tl.constexpr,
     id_bits: tl.constexpr,
 ) -> tl.tensor:
-    """The largest key that tokens of a ``wanted`` count or mass reach, and the mass that they have.
+    """The largest key that tokens of a ``wanted`` count or mass reach.
 
-    ``count`` and ``mass`` are those that reach ``low``, which is returned if nothing more does. Stops early where the
-    interval has one token, whose exact key is of no consequence.
+    ``low``, which ``count`` tokens reach, is returned if nothing more does. Stops early where the interval has one
+    token, whose exact key is of no consequence.
     """
     above = tl.zeros_like(count)
     while (high - low > 1) & (count - above > 1):
         step = high - low
         first, middle, last = low + step // 4, low + step // 2, low + step * 3 // 4
-        count1, count2, count3, mass1, mass2, mass3 = _tally(
-            row, chosen, num_chosen, size, temperature, highest, first, middle, last, id_bits
+        counts, mass1, mass2, mass3 = _tally(
+            row, chosen, num_chosen, size, temperature, highest, first, middle, last, by_mass, id_bits
         )
+        count1, count2, count3 = counts & _MASK, (counts >> _COUNTER) & _MASK, counts >> (2 * _COUNTER)
         reach1 = (mass1 if by_mass else count1) >= wanted
         reach2 = (mass2 if by_mass else count2) >= wanted
         reach3 = (mass3 if by_mass else count3) >= wanted
@@ -142,8 +164,7 @@ def _search(
         above = tl.where(reach3, above, tl.where(reach2, count3, tl.where(reach1, count2, count1)))
         low = tl.where(reach3, last, tl.where(reach2, middle, tl.where(reach1, first, low)))
         count = tl.where(reach3, count3, tl.where(reach2, count2, tl.where(reach1, count1, count)))
-        mass = tl.where(reach3, mass3, tl.where(reach2, mass2, tl.where(reach1, mass1, mass)))
-    return low, mass
+    return low
 
 
 @jit()
@@ -174,37 +195,47 @@ def _cut(
         floor = tl.maximum(floor, value_key(rounded).to(tl.int64) + (rounded.to(tl.float64) < bound).to(tl.int64))
     # A value that all tokens to be kept are certain to have; few groups reach it.
     least = floor
-    all_mass = tl.zeros_like(limit)
+    lowest = tl.min(tl.where(group < num_groups, keys, limit))
+    whole = tl.zeros_like(limit)
     if cuts:
         if top_k <= num_groups:
-            least = _at_least_count(keys, floor, limit, top_k)
-    elif total:
+            least = _least_by_count(keys, floor, lowest, limit, top_k)
+    elif total:  # noqa: SIM102 - one is of the compilation, the other of the run
         if nucleus & (log_min_p == float("-inf")):
             peaks = tl.exp(tl.minimum(maxima - highest, 0.0))
             masses = peaks * tl.load(sums + group, mask=group < num_groups, other=0.0)
-            all_mass = tl.sum((masses * _ONE).to(tl.int64), 0)
-            share = (all_mass.to(tl.float64) * top_p).to(tl.float32) * (_SLACK / _ONE)
-            least = _at_least_mass(keys, peaks, masses, highest, floor, limit, share)
+            whole = tl.sum((masses * _ONE).to(tl.int64))
+            share = (whole.to(tl.float64) * top_p).to(tl.float32) * (_SLACK / _ONE)
+            least = _least_by_mass(keys, peaks, masses, highest, floor, lowest, limit, share)
     cut = least << id_bits
     if cuts | nucleus:
         reaches = keys >= least
-        count = tl.sum(reaches.to(tl.int32), 0)
+        num_chosen = tl.sum(reaches.to(tl.int32))
         tl.store(chosen + tl.cumsum(reaches.to(tl.int32), 0) - 1, group, mask=reaches)
         tl.debug_barrier()
         end = limit << id_bits
-        tokens, _, _, mass, _, _ = _tally(
-            row, chosen, count, size, temperature, highest, cut, cut, cut, id_bits
-        )
-        if cuts & (top_k < tokens):
-            cut, mass = _search(
-                row, chosen, count, size, temperature, highest, cut, end, tokens, mass, top_k, False, id_bits
-            )
-            tokens = top_k
+        counts, mass, _, _ = _tally(row, chosen, num_chosen, size, temperature, highest, cut, end, end, True, id_bits)
+        if cuts & (top_k < counts):
+            cut = _search(row, chosen, num_chosen, size, temperature, highest, cut, end, counts, top_k, False, id_bits)
+            if nucleus:
+                counts, mass, _, _ = _tally(
+                    row, chosen, num_chosen, size, temperature, highest, cut, end, end, True, id_bits
+                )
         if nucleus:
-            exact = (tl.where(all_mass > 0, all_mass, mass).to(tl.float64) * top_p)
-            wanted = tl.maximum(tl.ceil(exact).to(tl.int64), 1)
-            cut, mass = _search(
-                row, chosen, count, size, temperature, highest, cut, end, tokens, mass, wanted, True, id_bits
+            wanted = tl.ceil(tl.where(whole > 0, whole, mass).to(tl.float64) * top_p).to(tl.int64)
+            cut = _search(
+                row,
+                chosen,
+                num_chosen,
+                size,
+                temperature,
+                highest,
+                cut,
+                end,
+                counts,
+                tl.maximum(wanted, 1),
+                True,
+                id_bits,
             )
     return cut
 
@@ -214,6 +245,7 @@ def _noisiest(
     row: tl.tensor,
     group: tl.tensor,
     maxima: tl.tensor,
+    chosen: tl.tensor,
     size: tl.tensor,
     temperature: tl.tensor,
     cut: tl.tensor,
@@ -223,32 +255,40 @@ def _noisiest(
 ) -> tl.tensor:
     """The token with the largest sum of value and Gumbel noise among those from ``cut`` on.
 
-    Groups are looked into in the order of what their tokens' sums can be at most, until none can be larger."""
+    The tokens with the most noise in their groups say what that sum is at least; a group's largest value and most
+    noise, whether it can reach that.
+    """
     smallest, member = group_noise(group, position, seed)
     alive = rank_key(maxima, group * GROUP, id_bits) >= cut
-    most = tl.where(alive, maxima.to(tl.float64) - tl.log(smallest), float("-inf"))
+    reach = -tl.log(smallest)
+    holders = group * GROUP + member
+    alive_holders = alive & (holders < size)
+    values = load_values(row, holders, alive_holders, temperature)
+    kept = alive_holders & (rank_key(values, holders, id_bits) >= cut)
+    known = tl.max(tl.where(kept, values.to(tl.float64) + reach, float("-inf")), 0)
+    near = alive & (maxima.to(tl.float64) + reach >= known)
+    num_near = tl.sum(near.to(tl.int32))
+    tl.debug_barrier()  # the last list has been read
+    tl.store(chosen + tl.cumsum(near.to(tl.int32), 0) - 1, group, mask=near)
+    tl.debug_barrier()
     best = tl.max(tl.full([1], float("-inf"), tl.float64), 0)
     winner = tl.max(tl.full([1], NO_ID, tl.int32), 0)
-    bound = tl.max(most, 0)
-    while (bound >= best) & (bound > float("-inf")):
-        pick = tl.min(tl.where(most == bound, group, NO_ID), 0)
-        own = group == pick
-        least = tl.sum(tl.where(own, smallest, 0.0), 0)
-        holder = tl.sum(tl.where(own, member, 0), 0)
-        place = tl.arange(0, GROUP)
-        ids = pick * GROUP + place
-        values = load_values(row, ids, ids < size, temperature)
-        kept = (ids < size) & (rank_key(values, ids, id_bits) >= cut)
-        noise = least + tl.where(place == holder, 0.0, token_excess(ids, position, seed))
+    for start in range(0, num_near, _TILE):
+        place = start + tl.arange(0, _TILE)
+        groups = tl.load(chosen + place, mask=place < num_near, other=0)
+        ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        inside = (place < num_near)[:, None] & (ids < size)
+        values = load_values(row, ids, inside, temperature)
+        kept = inside & (rank_key(values, ids, id_bits) >= cut)
+        smallest, member = group_noise(groups, position, seed)
+        excess = token_excess(ids, position, seed)
+        noise = smallest[:, None] + tl.where(member[:, None] == ids % GROUP, 0.0, excess)
         totals = tl.where(kept, values.to(tl.float64) - tl.log(noise), float("-inf"))
-        largest = tl.max(totals, 0)
-        token = tl.min(tl.where(kept & (totals == largest), ids, NO_ID), 0)
-        winner = tl.where(
-            largest > best, token, tl.where(largest == best, tl.minimum(token, winner), winner)
-        )
+        largest = tl.max(totals)
+        token = tl.min(tl.where(kept & (totals == largest), ids, NO_ID))
+        # Tiles are in the order of ids, so an equal sum in a later one does not count.
+        winner = tl.where(largest > best, token, winner)
         best = tl.maximum(best, largest)
-        most = tl.where(own, float("-inf"), most)
-        bound = tl.max(most, 0)
     return winner
 
 
@@ -278,7 +318,7 @@ def draw_kernel(
     row = logits + index * row_stride
     group = tl.arange(0, block_groups)
     largest = tl.load(maxima + index * num_groups + group, mask=group < num_groups, other=float("-inf"))
-    bad = largest != largest
+    bad = largest != largest  # noqa: PLR0124 - NaN
     highest = tl.max(tl.where(bad, float("-inf"), largest), 0)
     sound = (tl.max(bad.to(tl.int32), 0) == 0) & (highest > float("-inf")) & (highest < float("inf"))
     tl.store(highests + index, tl.where(tl.max(bad.to(tl.int32), 0) > 0, float("nan"), highest))
@@ -311,6 +351,7 @@ def draw_kernel(
                 row,
                 group,
                 largest,
+                chosen + index * num_groups,
                 size,
                 temperature,
                 cut,

@@ -33,7 +33,8 @@ def key_value(key: tl.tensor) -> tl.tensor:
 @jit()
 def rank_key(values: tl.tensor, ids: tl.tensor, id_bits: tl.constexpr) -> tl.tensor:
     """Int64 that orders tokens: the likeliest has the largest, no two have the same."""
-    return (value_key(values).to(tl.int64) << id_bits) + ((1 << id_bits) - 1 - ids)
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << id_bits) + ((1 << id_bits) - 1 - ids)
 
 
 @jit()
@@ -46,7 +47,7 @@ def group_ids(groups: tl.tensor) -> tl.tensor:
 def load_values(row: tl.tensor, ids: tl.tensor, inside: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """Logits divided by the temperature in float32, rounded as IEEE 754 asks; -inf where not ``inside``."""
     values = tl.load(row + ids, mask=inside, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(values, tl.zeros_like(values) + temperature)
+    return tl.div_rn(values, temperature)
 
 
 @jit()
@@ -82,7 +83,7 @@ def group_kernel(
     values = load_values(logits + row * row_stride, ids, ids < end, temperature)
     place = row * num_groups + group
     there = group < num_groups
-    bad = values != values
+    bad = values != values  # noqa: PLR0124 - NaN
     comparable = tl.where(bad, float("-inf"), values)
     any_bad = tl.max(bad.to(tl.int32), 1) > 0
     top = tl.max(comparable, 1)
