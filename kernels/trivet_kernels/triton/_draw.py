@@ -241,7 +241,7 @@ def _cut(
 
 
 @jit()
-def _noisiest(
+def _list_near(
     row: tl.tensor,
     group: tl.tensor,
     maxima: tl.tensor,
@@ -253,10 +253,10 @@ def _noisiest(
     position: tl.tensor,
     id_bits: tl.constexpr,
 ) -> tl.tensor:
-    """The token with the largest sum of value and Gumbel noise among those from ``cut`` on.
+    """List the groups in which the largest sum of value and Gumbel noise, of tokens from ``cut`` on, can be.
 
     The tokens with the most noise in their groups say what that sum is at least; a group's largest value and most
-    noise, whether it can reach that.
+    noise, whether it can reach that. Returns how many groups are in ``chosen``.
     """
     smallest, member = group_noise(group, position, seed)
     alive = rank_key(maxima, group * GROUP, id_bits) >= cut
@@ -271,13 +271,29 @@ def _noisiest(
     tl.debug_barrier()  # the last list has been read
     tl.store(chosen + tl.cumsum(near.to(tl.int32), 0) - 1, group, mask=near)
     tl.debug_barrier()
+    return num_near
+
+
+@jit()
+def _noisiest(
+    row: tl.tensor,
+    chosen: tl.tensor,
+    num_chosen: tl.tensor,
+    size: tl.tensor,
+    temperature: tl.tensor,
+    cut: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    id_bits: tl.constexpr,
+) -> tl.tensor:
+    """The token with the largest sum of value and Gumbel noise of those from ``cut`` on in the ``chosen`` groups."""
     best = tl.max(tl.full([1], float("-inf"), tl.float64), 0)
     winner = tl.max(tl.full([1], NO_ID, tl.int32), 0)
-    for start in range(0, num_near, _TILE):
+    for start in range(0, num_chosen, _TILE):
         place = start + tl.arange(0, _TILE)
-        groups = tl.load(chosen + place, mask=place < num_near, other=0)
+        groups = tl.load(chosen + place, mask=place < num_chosen, other=0)
         ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        inside = (place < num_near)[:, None] & (ids < size)
+        inside = (place < num_chosen)[:, None] & (ids < size)
         values = load_values(row, ids, inside, temperature)
         kept = inside & (rank_key(values, ids, id_bits) >= cut)
         smallest, member = group_noise(groups, position, seed)
@@ -347,16 +363,8 @@ def draw_kernel(
                 total,
                 id_bits,
             )
-            token = _noisiest(
-                row,
-                group,
-                largest,
-                chosen + index * num_groups,
-                size,
-                temperature,
-                cut,
-                tl.load(seeds + index),
-                tl.load(positions + index),
-                id_bits,
-            )
+            seed, position = tl.load(seeds + index), tl.load(positions + index)
+            listed = chosen + index * num_groups
+            num_near = _list_near(row, group, largest, listed, size, temperature, cut, seed, position, id_bits)
+            token = _noisiest(row, listed, num_near, size, temperature, cut, seed, position, id_bits)
     tl.store(drawn + index, token)
