@@ -29,13 +29,13 @@ ACTIVATIONS = MappingProxyType(
 # What says nothing about the forward pass: origins, training, generation, tokens, how transformers is to run it.
 _NEUTRAL = frozenset(
     {
-        "architectures", "attn_implementation", "attention_dropout", "auto_map", "bos_token_id", "cache_implementation",
-        "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "experts_implementation", "finetuning_task",
-        "hidden_dropout", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "max_window_layers",
-        "model_name", "model_type", "name_or_path", "output_attentions", "output_hidden_states",
-        "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "quantization_config", "resid_pdrop",
-        "return_dict", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers_version",
-        "transformers_weights", "unsloth_fixed", "unsloth_version", "use_cache",
+        "architectures", "attention_dropout", "attn_implementation", "auto_map", "cache_implementation",
+        "chunk_size_feed_forward", "dtype", "embd_pdrop", "experts_implementation", "finetuning_task",
+        "hidden_dropout", "id2label", "initializer_range", "is_encoder_decoder", "is_llama_config", "label2id",
+        "max_window_layers", "model_name", "model_type", "name_or_path", "output_attentions", "output_hidden_states",
+        "output_router_logits", "pretraining_tp", "problem_type", "quantization_config", "resid_pdrop", "return_dict",
+        "rope_interleaved", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers.js_config",
+        "transformers_version", "transformers_weights", "unsloth_fixed", "unsloth_version", "use_cache",
     }
 )  # fmt: skip
 _SIZES = frozenset(
@@ -117,7 +117,7 @@ def problem(config: Mapping[str, Any], *, known: Collection[str] | None = None) 
     if config.get("quantization_config"):
         return "its weights are quantised (quantization_config)"
     for name, value in config.items():
-        understood = name in family.fields or name in _NEUTRAL or name.startswith("_")
+        understood = name in family.fields or name in _NEUTRAL or name.startswith("_") or name.endswith("_token_id")
         if not understood and value is not None and (known is None or name in known):
             return f"its field {name} ({value!r}) is not known here"
     return _activation_problem(family, config) or _rope_problem(family, config) or _layer_problem(config)

@@ -7,8 +7,10 @@ from trivet.hookspecs import hookimpl
 from trivet.provider import Provider, Suitability
 
 
-def _suits(_context: Context) -> Suitability:
-    return Suitability(None, "not ready")
+def _suits(context: Context) -> Suitability:
+    from trivet_native.suits import suits
+
+    return suits(context.config)
 
 
 @hookimpl

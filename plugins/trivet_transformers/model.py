@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from trivet.context import WorkerContext
     from trivet.roles import Attention, KVLayout
+
+logger = logging.getLogger("trivet.model")
 
 
 class TransformersModel(Model):
@@ -44,6 +47,7 @@ class TransformersModel(Model):
         register()
         config, device = self._context.config, self._context.device
         name = config.model if config.revision is None else f"{config.model}@{config.revision}"
+        self._refuse_quantization(name)
         self._dtype = resolve_dtype(config.dtype, name, device)
         self._model, loaded = load_causal_lm(
             name,
@@ -71,6 +75,7 @@ class TransformersModel(Model):
             for index, (call, (_, window)) in enumerate(zip(self._calls, self._spans, strict=True))
         }
         self._install_hooks()
+        self._say_what_auto_passed_over()
         return ModelInfo(
             vocab_size=vocab_size,
             max_model_len=longest,
@@ -149,6 +154,25 @@ class TransformersModel(Model):
         return ForwardOutput(logits, hidden)
 
     # ------------------------------------------------------------------ parts
+
+    def _refuse_quantization(self, name: str) -> None:
+        if self._context.get("quantization") is not None:
+            raise ModelLoadError(
+                f"{name}: plugins.quantization is set, and the transformers model does not quantise weights: set "
+                "plugins.model to native if it serves this model, or leave plugins.quantization out"
+            )
+
+    def _say_what_auto_passed_over(self) -> None:
+        """Where ``use: auto`` chose this model for want of a faster one, log why: it makes a difference in speed."""
+        registry: Any = getattr(self._context, "registry", None)  # not in contexts that tests make
+        for candidate in registry.selection("model").candidates if registry is not None else ():
+            if candidate.rank is None:
+                logger.warning(
+                    "model: the transformers library computes %s; not %s: %s",
+                    type(self._model).__name__,
+                    candidate.offer.name,
+                    candidate.reason,
+                )
 
     def _install_hooks(self) -> None:
         """Keep what the body returns, and let only the wanted rows into a head that cannot choose them itself."""
