@@ -15,7 +15,8 @@ ignored, and all cores. It has a process of its own, with a pipe; whoever is not
 no idle engine takes a core. In each repetition every engine runs each workload once, with prompts of that repetition;
 tables show medians, and the ratio of the first engine to each other one with the range of the ratios of single
 repetitions. Start-up is from the launch of the process until it takes requests; memory is the most that its processes
-held.
+held. With ``--bound`` it is followed, engines still stopped, by what kernels.py computes that the model's matrix
+products alone would allow on this machine.
 
 Leave OMP_NUM_THREADS and the like alone and the machine to it: any other load ruins these figures.
 """
@@ -31,6 +32,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,6 +128,11 @@ class Peer:
                 print(f"{self.name} did not end by itself", file=sys.stderr)
         with contextlib.suppress(ProcessLookupError):  # all have ended
             self._signal(signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # it died with work unread
+                pipe.close()
 
 
 Measured = dict[str, dict[str, list[float]]]
@@ -176,7 +183,8 @@ def tables(report: Mapping[str, Any]) -> Iterator[str]:
     """Lines of Markdown."""
     names = list(report["engines"])
     first, *others = names
-    heads = [*names, *(f"{first} / {other}" for other in others)]
+    allowed = report.get("bound", {})
+    heads = [*names, *(f"{first} / {other}" for other in others), *(["bound", f"{first} / bound"] if allowed else [])]
     yield f"| tokens/s | counts | {' | '.join(heads)} |"
     yield f"|---|---|{'---|' * len(heads)}"
     for workload, found in report["workloads"].items():
@@ -184,6 +192,9 @@ def tables(report: Mapping[str, Any]) -> Iterator[str]:
         for other in others:
             ratio = found["ratios"][other]
             cells.append(f"**{ratio['ratio']:.2f}** ({ratio['lowest']:.2f} to {ratio['highest']:.2f})")
+        if allowed:
+            share = found["tokens_per_s"][first] / allowed[workload]
+            cells += [f"{allowed[workload]:.1f}", f"{share:.2f}"]
         yield f"| {workload} | {found['counts']} | {' | '.join(cells)} |"
     yield ""
     yield "| engine | start-up, s | of that loading, s | peak memory, MiB |"
@@ -193,12 +204,18 @@ def tables(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {name} | {engine['startup_s']:.1f} | {engine['load_s']:.1f} | {memory:.0f} |"
 
 
-def bound(model: str, extra: Sequence[str]) -> int:
-    """Print what the model's matrix products alone allow, by a program beside this one; its exit code."""
+def measure_bound(model: str, dtype: str, workloads: Sequence[str]) -> dict[str, float]:
+    """Workload → tokens per second that the model's matrix products alone would allow; prints what it measures."""
     program = Path(__file__).with_name("kernels.py")
-    if not program.is_file():
-        raise SystemExit(f"--bound: {program} is missing, which computes it")
-    return subprocess.run([sys.executable, str(program), "bound", model, *extra], check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bound.json"
+        options = ["--workload", ",".join(workloads), "--dtype", dtype, "--json", str(path)]
+        done = subprocess.run([sys.executable, str(program), "bound", model, *options], stdout=sys.stderr, check=False)
+        if done.returncode:
+            raise SystemExit(f"--bound: {program.name} ended with code {done.returncode}; its error is above")
+        found: dict[str, dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))["bound"]
+    keys = {name: "total_tokens_per_s" if name in _PROMPT_BOUND else "output_tokens_per_s" for name in workloads}
+    return {name: found[name][key] for name, key in keys.items()}
 
 
 def pairs(option: str, values: Sequence[str]) -> dict[str, str]:
@@ -289,7 +306,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             peers.append(Peer(name, kind, pythons.get(kind, sys.executable), settings))
         for peer in peers:
             peer.run(_WARM_UP)
-        rates = measure(peers, args.workloads.split(","), args.repeat)
+        workloads = args.workloads.split(",")
+        rates = measure(peers, workloads, args.repeat)
+        allowed = {"bound": measure_bound(args.model_path, args.dtype, workloads)} if args.bound else {}
     finally:
         for peer in peers:
             peer.close()
@@ -307,13 +326,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for peer in peers
         },
         "workloads": summarise(rates),
+        **allowed,
         "runs": rates,
     }
     print("\n".join(tables(report)))
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if args.bound:
-        raise SystemExit(bound(args.model_path, []))
 
 
 if __name__ == "__main__":
