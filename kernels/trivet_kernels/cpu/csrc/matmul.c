@@ -1,0 +1,131 @@
+/* Dividing a product among threads. */
+#include "matmul.h"
+
+#include <pthread.h>
+
+/* Activations rounded at a time: they should stay in a core's second-level cache. */
+#define CHUNK_BYTES (768 * 1024)
+/* Beyond it, rows would meet in the same sets of the first-level cache if their distance were a power of two. */
+#define SKEW 64
+
+static pthread_key_t scratch_key;
+static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+
+typedef struct {
+    char *data;
+    size_t size;
+} Scratch;
+
+static void free_scratch(void *pointer) {
+    Scratch *scratch = pointer;
+    free(scratch->data);
+    free(scratch);
+}
+
+static void make_key(void) { pthread_key_create(&scratch_key, free_scratch); }
+
+/* `size` bytes that the calling thread keeps for its next call, NULL if there is no memory. */
+static char *scratch_of(size_t size) {
+    pthread_once(&scratch_once, make_key);
+    Scratch *scratch = pthread_getspecific(scratch_key);
+    if (!scratch) {
+        scratch = calloc(1, sizeof *scratch);
+        if (!scratch || pthread_setspecific(scratch_key, scratch)) {
+            free(scratch);
+            return NULL;
+        }
+    }
+    if (scratch->size < size) {
+        free(scratch->data);
+        scratch->size = 0;
+        size = (size + 4095) / 4096 * 4096;
+        scratch->data = aligned_alloc(64, size);
+        if (!scratch->data) return NULL;
+        scratch->size = size;
+    }
+    return scratch->data;
+}
+
+static int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+static void store(const QuantLinear *layer, const float *tile, int rows, int64_t panel, void *out, int64_t out_stride,
+                  int out_dtype) {
+    int64_t column = panel * PANEL;
+    int64_t count = layer->out_features - column < PANEL ? layer->out_features - column : PANEL;
+    for (int r = 0; r < rows; r++) {
+        const float *from = tile + r * layer->planes * PANEL;
+        float sums[PANEL];
+        memcpy(sums, from, sizeof sums);
+        if (layer->planes == 2)
+            for (int64_t c = 0; c < count; c++) sums[c] += from[PANEL + c];
+        if (layer->bias)
+            for (int64_t c = 0; c < count; c++) sums[c] += layer->bias[column + c];
+        if (out_dtype == TRIVET_BF16) {
+            bf16_t *to = (bf16_t *)out + r * out_stride + column;
+            for (int64_t c = 0; c < count; c++) to[c] = float_to_bf16(sums[c]);
+        } else {
+            memcpy((float *)out + r * out_stride + column, sums, (size_t)count * sizeof(float));
+        }
+    }
+}
+
+static const char *at(const void *rows, int64_t row, int64_t stride, int dtype) {
+    return (const char *)rows + row * stride * (dtype == TRIVET_BF16 ? 2 : 4);
+}
+
+/* `out` [rows][out_features] = `x` [rows][in_features] times the weights, plus the bias. Strides are between rows, in
+ * elements. Returns -1 if there is no memory for the rounded activations, otherwise 0. */
+int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_stride, int x_dtype, int64_t rows, void *out,
+                        int64_t out_stride, int out_dtype, int num_threads) {
+    int64_t panels = (layer->out_features + PANEL - 1) / PANEL, segments = layer->num_segments;
+    int64_t planes = layer->planes, height = TILE / planes;
+    Activations a = {.stride = round_up(layer->segment * segments, 64) + SKEW, .segments = segments};
+    int64_t chunk = CHUNK_BYTES / (a.stride * planes) / TILE * TILE;
+    if (chunk < 4 * TILE) chunk = 4 * TILE;
+    if (chunk > rows) chunk = rows;
+    size_t plane = (size_t)round_up(chunk * planes * segments * 4, 64);
+    char *memory = scratch_of((size_t)(chunk * planes * a.stride) + 3 * plane);
+    if (!memory) return -1;
+    a.scale = (float *)memory;
+    a.start = (int32_t *)(memory + plane);
+    a.sum = (float *)(memory + 2 * plane);
+    a.values = (int8_t *)(memory + 3 * plane);
+    int64_t share = panels / (8 * num_threads) + 1;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    for (int64_t begin = 0; begin < rows; begin += chunk) {
+        int64_t count = rows - begin < chunk ? rows - begin : chunk;
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < count; r++)
+            quantize_row(layer, at(x, begin + r, x_stride, x_dtype), x_dtype, &a, r);
+#pragma omp for schedule(dynamic, share)
+        for (int64_t panel = 0; panel < panels; panel++) {
+            for (int64_t r = 0; r < count; r += height) {
+                int here = (int)(count - r < height ? count - r : height);
+                float tile[TILE * PANEL] __attribute__((aligned(64)));
+                multiply_tile(layer, &a, r * planes, here * (int)planes, panel, tile);
+                store(layer, tile, here, panel, (void *)at(out, begin + r, out_stride, out_dtype), out_stride,
+                      out_dtype);
+            }
+        }
+    }
+    return 0;
+}
+
+/* Pack rows [first, first + rows) of a matrix, given as [rows][columns] bytes; columns beyond those are zero points. */
+void trivet_quant_pack(const QuantLinear *layer, const uint8_t *values, int64_t columns, int64_t first, int64_t rows,
+                       int num_threads) {
+    const int64_t depth = layer->segment * layer->num_segments, bits = layer->bits, step = 32 / bits;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t row = first + r;
+        uint8_t *to = (uint8_t *)layer->weight + row / PANEL * PANEL * depth * bits / 8 + row % PANEL * 4;
+        const uint8_t *from = values + r * columns;
+        for (int64_t k = 0; k < depth; k += step, to += 4 * PANEL) {
+            for (int64_t i = 0; i < 4; i++) {
+                uint8_t low = k + i < columns ? from[k + i] : (uint8_t)layer->zero_point;
+                uint8_t high = k + i + 4 < columns ? from[k + i + 4] : (uint8_t)layer->zero_point;
+                to[i] = bits == 8 ? low : (uint8_t)(low | high << 4);
+            }
+        }
+    }
+}

@@ -1,0 +1,99 @@
+/* Rounding rows of activations to eight bits. */
+#include "matmul.h"
+
+/* Steps of the second plane in one of the first: half of one is 127. */
+#define FINER 254.0f
+
+/* Magnitudes are compared by their bits, as integers: NaN is the largest of all and is not lost. */
+static inline float magnitude(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+#if defined(__AVX512F__)
+
+static inline __m512 load(const void *x, int dtype, int64_t k, int64_t count) {
+    __mmask16 mask = count - k >= 16 ? (__mmask16)0xffff : count <= k ? 0 : (__mmask16)((1u << (count - k)) - 1);
+    if (dtype == TRIVET_F32) return _mm512_maskz_loadu_ps(mask, (const float *)x + k);
+    __m256i halves = _mm256_maskz_loadu_epi16(mask, (const bf16_t *)x + k);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+static inline uint32_t largest(const void *x, int dtype, int64_t begin, int64_t end, int64_t count) {
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t k = begin; k < end; k += 16) {
+        __m512i bits = _mm512_castps_si512(_mm512_abs_ps(load(x, dtype, k, count)));
+        most = _mm512_max_epu32(most, bits);
+    }
+    return _mm512_reduce_max_epu32(most);
+}
+
+/* Values of [begin, end) times `inverse`, rounded; or, in plane 1, what that leaves. Returns their sum. */
+static inline int32_t round_values(const void *x, int dtype, int64_t begin, int64_t end, int64_t count, float inverse,
+                                   int plane, int8_t *to) {
+    __m512i sum = _mm512_setzero_si512();
+    __m512 factor = _mm512_set1_ps(inverse), finer = _mm512_set1_ps(FINER);
+    for (int64_t k = begin; k < end; k += 16) {
+        __m512 scaled = _mm512_mul_ps(load(x, dtype, k, count), factor);
+        if (plane) scaled = _mm512_mul_ps(_mm512_sub_ps(scaled, _mm512_roundscale_ps(scaled, 8)), finer);
+        __m512i values = _mm512_cvtps_epi32(scaled);
+        sum = _mm512_add_epi32(sum, values);
+        _mm_storeu_si128((__m128i *)(to + k), _mm512_cvtsepi32_epi8(values));
+    }
+    return _mm512_reduce_add_epi32(sum);
+}
+
+#else
+
+static inline float load(const void *x, int dtype, int64_t k, int64_t count) {
+    if (k >= count) return 0;
+    return dtype == TRIVET_F32 ? ((const float *)x)[k] : bf16_to_float(((const bf16_t *)x)[k]);
+}
+
+static inline uint32_t largest(const void *x, int dtype, int64_t begin, int64_t end, int64_t count) {
+    uint32_t most = 0;
+    for (int64_t k = begin; k < end; k++) {
+        float value = load(x, dtype, k, count);
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        bits &= 0x7fffffffu;
+        if (bits > most) most = bits;
+    }
+    return most;
+}
+
+static inline int32_t round_values(const void *x, int dtype, int64_t begin, int64_t end, int64_t count, float inverse,
+                                   int plane, int8_t *to) {
+    int32_t sum = 0;
+    for (int64_t k = begin; k < end; k++) {
+        float scaled = load(x, dtype, k, count) * inverse;
+        if (plane) scaled = (scaled - rintf(scaled)) * FINER;
+        float value = rintf(scaled);
+        int32_t rounded = value >= -127 && value <= 127 ? (int32_t)value : -127;
+        to[k] = (int8_t)rounded;
+        sum += rounded;
+    }
+    return sum;
+}
+
+#endif
+
+void quantize_row(const QuantLinear *layer, const void *x, int dtype, const Activations *to, int64_t r) {
+    const int64_t segment = layer->segment, group = layer->act_segments, count = layer->in_features;
+    for (int64_t s = 0; s < layer->num_segments; s += group) {
+        float most = magnitude(largest(x, dtype, s * segment, (s + group) * segment, count));
+        float inverse = most > 0 ? 127 / most : 0, scale = most / 127 * layer->factor;
+        for (int plane = 0; plane < layer->planes; plane++, scale /= FINER) {
+            int64_t row = r * layer->planes + plane;
+            int8_t *values = to->values + row * to->stride;
+            for (int64_t i = s; i < s + group; i++) {
+                int64_t index = row * to->segments + i;
+                int32_t sum = round_values(x, dtype, i * segment, (i + 1) * segment, count, inverse, plane, values);
+                to->scale[index] = scale;
+                to->start[index] = (int32_t)(-(uint32_t)layer->zero_point * (uint32_t)sum);
+                to->sum[index] = scale * (float)sum;
+            }
+        }
+    }
+}

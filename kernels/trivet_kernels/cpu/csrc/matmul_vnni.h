@@ -1,0 +1,103 @@
+/* Tiles with AVX-512 VNNI: four multiply-adds of bytes per lane and instruction. */
+#ifndef TRIVET_MATMUL_VNNI_H
+#define TRIVET_MATMUL_VNNI_H
+
+#include "matmul.h"
+
+#define UNROLL _Pragma("GCC unroll 12")
+
+static inline __m512 load_scale(const QuantLinear *layer, int64_t index) {
+    if (layer->wide_scale) return _mm512_loadu_ps((const float *)layer->scale + index);
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)layer->scale + index)));
+}
+
+static inline __m512i four_of(const int8_t *values) {
+    int32_t four;
+    memcpy(&four, values, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+
+__attribute__((always_inline)) static inline void tile_vnni(const int rows, const int bits, const QuantLinear *layer,
+                                                            const Activations *a, int64_t first, int64_t panel,
+                                                            float *out) {
+    const int64_t segment = layer->segment, segments = layer->num_segments, stride = a->stride;
+    const uint8_t *weight = layer->weight + panel * PANEL * segment * segments * bits / 8;
+    const int8_t *values = a->values + first * stride;
+    const int32_t *start = a->start + first * a->segments;
+    const float *act_scale = a->scale + first * a->segments, *act_sum = a->sum + first * a->segments;
+    const __m512i low = _mm512_set1_epi8(15);
+    int64_t index = panel * segments * PANEL;
+    for (int64_t s = 0; s < segments; s++, index += PANEL) {
+        __m512i sums[TILE][2];
+        UNROLL for (int r = 0; r < rows; r++) {
+            sums[r][0] = sums[r][1] = _mm512_set1_epi32(start[r * a->segments + s]);
+        }
+        for (int64_t k = 0; k < segment; k += 32 / bits, weight += 4 * PANEL, values += 32 / bits) {
+            __m512i left = _mm512_loadu_si512(weight), right = _mm512_loadu_si512(weight + 64);
+            __m512i left_high = left, right_high = right;
+            if (bits == 4) {
+                left_high = _mm512_and_si512(_mm512_srli_epi16(left, 4), low);
+                right_high = _mm512_and_si512(_mm512_srli_epi16(right, 4), low);
+                left = _mm512_and_si512(left, low);
+                right = _mm512_and_si512(right, low);
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                __m512i four = four_of(values + r * stride);
+                sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], left, four);
+                sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], right, four);
+            }
+            if (bits == 4) {
+                UNROLL for (int r = 0; r < rows; r++) {
+                    __m512i four = four_of(values + r * stride + 4);
+                    sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], left_high, four);
+                    sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], right_high, four);
+                }
+            }
+        }
+        __m512 scale[2] = {load_scale(layer, index), load_scale(layer, index + 16)};
+        UNROLL for (int r = 0; r < rows; r++) {
+            __m512 of_row = _mm512_set1_ps(act_scale[r * a->segments + s]);
+            for (int half = 0; half < 2; half++) {
+                float *to = out + r * PANEL + half * 16;
+                __m512 before = s ? _mm512_load_ps(to) : _mm512_setzero_ps();
+                __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][half]), of_row);
+                _mm512_store_ps(to, _mm512_fmadd_ps(scaled, scale[half], before));
+            }
+        }
+        if (layer->offset) {
+            for (int half = 0; half < 2; half++) {
+                const uint16_t *from = layer->offset + index + half * 16;
+                __m512 offset = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+                UNROLL for (int r = 0; r < rows; r++) {
+                    float *to = out + r * PANEL + half * 16;
+                    __m512 of_row = _mm512_set1_ps(act_sum[r * a->segments + s]);
+                    _mm512_store_ps(to, _mm512_fmadd_ps(of_row, offset, _mm512_load_ps(to)));
+                }
+            }
+        }
+    }
+}
+
+/* Tiles of every height, each compiled on its own so that its sums are in registers. */
+#define HEIGHT(rows)                                                                                                   \
+    static void tile_vnni_##rows(const QuantLinear *layer, const Activations *a, int64_t first, int64_t panel,         \
+                                 float *out) {                                                                         \
+        if (layer->bits == 4)                                                                                          \
+            tile_vnni(rows, 4, layer, a, first, panel, out);                                                           \
+        else                                                                                                           \
+            tile_vnni(rows, 8, layer, a, first, panel, out);                                                           \
+    }
+HEIGHT(1)
+HEIGHT(2)
+HEIGHT(3)
+HEIGHT(4)
+HEIGHT(5)
+HEIGHT(6)
+HEIGHT(7)
+HEIGHT(8)
+
+static void (*const tiles_vnni[TILE])(const QuantLinear *, const Activations *, int64_t, int64_t, float *) = {
+    tile_vnni_1, tile_vnni_2, tile_vnni_3, tile_vnni_4, tile_vnni_5, tile_vnni_6, tile_vnni_7, tile_vnni_8,
+};
+
+#endif

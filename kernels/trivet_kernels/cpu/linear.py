@@ -1,0 +1,216 @@
+"""Products with weights of four and eight bits by the native kernels (csrc/matmul*.c)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from trivet_kernels.cpu import build
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trivet_kernels.reference.quantized import QuantizedMatrix
+
+#: columns of a panel, as in csrc/matmul.h
+PANEL = 32
+#: integer sums over a segment stay below 2**31
+MAX_SEGMENT = 65536
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Layer(ctypes.Structure):
+    """``QuantLinear`` of csrc/matmul.h."""
+
+    _fields_: ClassVar = [
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("segment", ctypes.c_int64),
+        ("num_segments", ctypes.c_int64),
+        ("act_segments", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("zero_point", ctypes.c_int32),
+        ("wide_scale", ctypes.c_int32),
+        ("planes", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+    ]
+
+
+class QuantizedLinear:
+    """A packed matrix and bias. Rows of activations are rounded to eight or sixteen bits in each call.
+
+    The matrix is packed part by part (:meth:`put`), so that a large one need not be in memory twice.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        segment: int,
+        bits: int,
+        zero_point: int,
+        offsets: bool = False,
+        wide_scale: bool = False,
+        act_group: int | None = None,
+        act_bits: int = 8,
+        bias: Tensor | None = None,
+        library: ctypes.CDLL | None = None,
+    ) -> None:
+        """Room for a matrix of the given kind; see :class:`trivet_kernels.reference.quantized.QuantizedMatrix`.
+
+        Args:
+            in_features: Size of a row of activations.
+            out_features: Size of a row of results.
+            segment: Values along a row that share a scale, a multiple of 16, at most 65,536.
+            bits: 4 or 8.
+            zero_point: The stored value that stands for zero.
+            offsets: Whether segments have offsets.
+            wide_scale: Keep scales in float32 instead of float16 times a factor of the whole matrix.
+            act_group: Values of an activation that share a scale: a multiple of ``segment``, or None for whole rows.
+                It is shortened to the row.
+            act_bits: 8 or 16 bits for an activation; with 16 each is rounded to two bytes.
+            bias: ``[out]`` float32.
+            library: The compiled kernels, by default those for this processor.
+
+        Raises:
+            trivet_kernels.cpu.build.BuildError: There are no compiled kernels.
+        """
+        functions = _functions(library or _library())
+        assert bits in {4, 8}
+        assert act_bits in {8, 16}
+        assert segment % 16 == 0
+        assert segment <= MAX_SEGMENT
+        self.in_features = in_features
+        self.out_features = out_features
+        act_segments = None if act_group is None else act_group // segment
+        segments = -(-in_features // segment)
+        if act_segments is not None and act_segments < segments:
+            segments = -(-segments // act_segments) * act_segments
+        panels = -(-out_features // PANEL)
+        self._weight = torch.empty(panels * PANEL * segments * segment * bits // 8, dtype=torch.uint8)
+        scale_type = torch.float32 if wide_scale else torch.float16
+        self._scale = torch.zeros(panels, segments, PANEL, dtype=scale_type)
+        self._offset = torch.zeros(panels, segments, PANEL, dtype=torch.float16) if offsets else None
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._layer = _Layer(
+            weight=self._weight.data_ptr(),
+            scale=self._scale.data_ptr(),
+            offset=None if self._offset is None else self._offset.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            in_features=in_features,
+            out_features=out_features,
+            segment=segment,
+            num_segments=segments,
+            act_segments=min(segments, act_segments or segments),
+            bits=bits,
+            zero_point=zero_point,
+            wide_scale=wide_scale,
+            planes=act_bits // 8,
+            factor=1.0,
+        )
+        self._address = ctypes.addressof(self._layer)
+        self._multiply, self._pack = functions
+
+    @classmethod
+    def of(
+        cls,
+        matrix: QuantizedMatrix,
+        bias: Tensor | None = None,
+        *,
+        wide_scale: bool = False,
+        act_group: int | None = None,
+        act_bits: int = 8,
+        library: ctypes.CDLL | None = None,
+    ) -> QuantizedLinear:
+        """Pack a whole matrix."""
+        layer = cls(
+            matrix.in_features,
+            matrix.out_features,
+            segment=matrix.segment,
+            bits=matrix.bits,
+            zero_point=matrix.zero_point,
+            offsets=matrix.offset is not None,
+            wide_scale=wide_scale,
+            act_group=act_group,
+            act_bits=act_bits,
+            bias=bias,
+            library=library,
+        )
+        layer.put(matrix)
+        return layer
+
+    def put(self, matrix: QuantizedMatrix, first: int = 0) -> None:
+        """Pack rows of the matrix, the first of which is row ``first``. Scales are rounded to float16 unless they are
+        wide."""
+        layer = self._layer
+        assert (matrix.in_features, matrix.segment, matrix.bits, matrix.zero_point) == (
+            layer.in_features,
+            layer.segment,
+            layer.bits,
+            layer.zero_point,
+        )
+        assert first + matrix.out_features <= self.out_features
+        values = matrix.values.contiguous()
+        self._pack(self._address, values.data_ptr(), values.shape[1], first, len(values), torch.get_num_threads())
+        rows = torch.arange(first, first + len(values))
+        for stored, given in ((self._scale, matrix.scale), (self._offset, matrix.offset)):
+            if stored is not None and given is not None:
+                stored.transpose(1, 2)[rows // PANEL, rows % PANEL, : given.shape[1]] = given.to(stored.dtype)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` ``[T, in]`` float32 or bfloat16 (other types are converted), rows may be strided. Writes to ``out``
+        ``[T, out]``, float32 or bfloat16 with rows that may be strided too, or to a new tensor of the type of ``x``."""
+        dtype = x.dtype
+        if dtype not in _DTYPES or x.stride(1) != 1:
+            wide = x.contiguous() if dtype in _DTYPES else x.float()
+            result = self(wide, out)
+            return result if out is not None else result.to(dtype)
+        rows = x.shape[0]
+        if out is None:
+            out = torch.empty((rows, self.out_features), dtype=dtype)
+        if self._multiply(
+            self._address,
+            x.data_ptr(),
+            x.stride(0),
+            _DTYPES[dtype],
+            rows,
+            out.data_ptr(),
+            out.stride(0),
+            _DTYPES[out.dtype],
+            torch.get_num_threads(),
+        ):
+            raise MemoryError(f"no memory for {rows} rows of {self.in_features} rounded activations")
+        return out
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that weights, scales, offsets and bias take."""
+        tensors = (self._weight, self._scale, self._offset, self._bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _library() -> ctypes.CDLL:
+    found = build.library()
+    if found is None:
+        raise build.BuildError(build.problem() or "there are no native CPU kernels")
+    return found
+
+
+@functools.cache
+def _functions(library: ctypes.CDLL) -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
+    """The product and the packing, with their signatures."""
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    multiply, pack = library.trivet_quant_linear, library.trivet_quant_pack
+    multiply.argtypes = [pointer, pointer, size, number, size, pointer, size, number, number]
+    multiply.restype = number
+    pack.argtypes = [pointer, pointer, size, size, size, number]
+    pack.restype = None
+    return multiply, pack

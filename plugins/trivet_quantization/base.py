@@ -1,0 +1,97 @@
+"""What the providers share: which layers they take, and reading their weights."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+
+from trivet.gguf import GGMLType
+from trivet.roles import Quantization, StoredLinear
+from trivet_quantization.blocks import FORMATS, read_blocks
+from trivet_quantization.formats import Format, Source, round_to
+from trivet_quantization.layers import pack
+from trivet_torch.weights.gguf_dequant import dequantize_into
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trivet.context import WorkerContext
+    from trivet_quantization.options import GgufOptions, Int4Options, Int8Options
+    from trivet_torch.linear import Linear
+
+HEAD = "lm_head"
+_FLOATING = frozenset({"float32", "bfloat16", "float16"})
+# Sums of products of bytes over a row must fit into 32 bits.
+_MAX_COLUMNS = 65536
+
+
+class PackingQuantization(Quantization):
+    """Packs weights for the native CPU kernels."""
+
+    def __init__(self, context: WorkerContext, options: Int8Options | Int4Options | GgufOptions) -> None:
+        self.options = options
+        self._act_group = options.activation_group
+        self._act_bits = 16 if options.activations == "int16" else 8
+
+    def accepts(self, name: str, shape: tuple[int, ...], stored: str) -> bool:
+        name = name.removesuffix(".weight")
+        if len(shape) != 2 or shape[1] > _MAX_COLUMNS or not self._reads(stored):
+            return False
+        if is_head(name) and self.options.lm_head is False:
+            return False
+        return not matches(name, self.options.exclude)
+
+    def linear(self, parts: Sequence[StoredLinear]) -> Linear:
+        biases = [part.tensors.get("bias") for part in parts]
+        sources = [self._source(part) for part in parts]
+        return pack(sources, biases, act_group=self._act_group, act_bits=self._act_bits)
+
+    def _reads(self, stored: str) -> bool:
+        """Whether weights stored like that can be converted."""
+        return stored in _FLOATING or blocks_of(stored) is not None
+
+    @abstractmethod
+    def _source(self, part: StoredLinear) -> Source:
+        """The part in the format that is meant for it."""
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a layer's name fits one of the shell patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_head(name: str) -> bool:
+    """Whether the layer is the output projection."""
+    return name.rpartition(".")[2] == HEAD
+
+
+def blocks_of(stored: str) -> GGMLType | None:
+    """The type of GGUF's blocks, None for anything else and for types that are not supported."""
+    kind = GGMLType.__members__.get(stored)
+    return kind if kind in FORMATS else None
+
+
+def as_stored(part: StoredLinear, kind: GGMLType) -> Source:
+    """The part's blocks of type ``kind`` as they are."""
+    blocks = part.tensors["weight"]
+    return Source(FORMATS[kind], *part.shape, lambda begin, end: read_blocks(kind, torch.tensor(blocks[begin:end])))
+
+
+def rounded(part: StoredLinear, form: Format) -> Source:
+    """The part rounded to ``form``, through float32."""
+    return Source(form, *part.shape, lambda begin, end: round_to(form, floats(part, begin, end)))
+
+
+def floats(part: StoredLinear, begin: int, end: int) -> Tensor:
+    """Rows ``[begin, end)`` of a part in float32."""
+    weight = part.tensors["weight"]
+    if part.stored in _FLOATING:
+        rows: Tensor = weight[begin:end].float()
+        return rows
+    out = torch.empty(end - begin, part.shape[1])
+    dequantize_into(out, weight[begin:end].reshape(-1), GGMLType[part.stored])
+    return out

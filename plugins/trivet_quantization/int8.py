@@ -1,0 +1,30 @@
+"""Weights of eight bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trivet_quantization.base import PackingQuantization, as_stored, blocks_of, rounded
+from trivet_quantization.blocks import FORMATS
+from trivet_quantization.formats import Source, eight_bits
+
+if TYPE_CHECKING:
+    from trivet.context import WorkerContext
+    from trivet.roles import StoredLinear
+    from trivet_quantization.options import Int8Options
+
+
+class Int8(PackingQuantization):
+    """Rounds weights to eight bits, symmetric about zero."""
+
+    def __init__(self, context: WorkerContext, options: Int8Options) -> None:
+        super().__init__(context, options)
+        self._group = options.group
+
+    def _source(self, part: StoredLinear) -> Source:
+        form = eight_bits(self._group, part.shape[1])
+        kind = blocks_of(part.stored)
+        # Blocks of eight bits or less are taken as they are where they have the group's size.
+        if kind is not None and FORMATS[kind] == form:
+            return as_stored(part, kind)
+        return rounded(part, form)

@@ -1,0 +1,83 @@
+"""Layers that multiply with packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from trivet_kernels.cpu.linear import QuantizedLinear
+from trivet_torch.linear import Linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trivet_quantization.formats import Source
+
+# Elements that are converted at a time.
+_CHUNK = 1 << 22
+
+
+class PackedQuantizedLinear(QuantizedLinear, Linear):
+    """Packed weights of one format."""
+
+
+class JoinedLinear(Linear):
+    """Layers of several formats side by side."""
+
+    def __init__(self, layers: Sequence[PackedQuantizedLinear]) -> None:
+        """Join layers with the same inputs."""
+        self.in_features = layers[0].in_features
+        self.out_features = sum(layer.out_features for layer in layers)
+        self._layers = tuple(layers)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, in_features]`` -> ``[T, out_features]``."""
+        out = x.new_empty(x.shape[0], self.out_features)
+        begin = 0
+        for layer in self._layers:
+            layer(x, out[:, begin : begin + layer.out_features])
+            begin += layer.out_features
+        return out
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(layer.weight_bytes for layer in self._layers)
+
+
+def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, act_group: int | None, act_bits: int) -> Linear:
+    """One layer with the outputs of all sources side by side.
+
+    Matrices are converted and packed a piece at a time. Neighbours of one format become one matrix.
+    """
+    layers = []
+    for form, run in groupby(zip(sources, biases, strict=True), key=lambda pair: pair[0].format):
+        parts = list(run)
+        layer = PackedQuantizedLinear(
+            parts[0][0].columns,
+            sum(source.rows for source, _ in parts),
+            segment=form.segment,
+            bits=form.bits,
+            zero_point=form.zero_point,
+            offsets=form.offsets,
+            wide_scale=form.wide_scale,
+            act_group=None if act_group is None else max(act_group, form.segment),
+            act_bits=act_bits,
+            bias=_joined(parts),
+        )
+        first = 0
+        for source, _ in parts:
+            step = max(1, _CHUNK // source.columns)
+            for begin in range(0, source.rows, step):
+                layer.put(source.read(begin, min(begin + step, source.rows)), first + begin)
+            first += source.rows
+        layers.append(layer)
+    return layers[0] if len(layers) == 1 else JoinedLinear(layers)
+
+
+def _joined(parts: Sequence[tuple[Source, Tensor | None]]) -> Tensor | None:
+    if all(bias is None for _, bias in parts):
+        return None
+    return torch.cat([torch.zeros(source.rows) if bias is None else bias.float() for source, bias in parts])
