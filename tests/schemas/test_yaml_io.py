@@ -11,7 +11,7 @@ from trivet_schemas._overrides import apply_override, parse_overrides
 from trivet_schemas._yaml import read_yaml
 from trivet_schemas.config import EngineConfig
 from trivet_schemas.errors import ConfigError, Place
-from trivet_schemas.yaml_io import load_config_file
+from trivet_schemas.yaml_io import config_from_overrides, load_config_file
 
 FLAT = {
     "max_num_seqs": [("scheduler", "max_num_seqs")],
@@ -325,6 +325,17 @@ class TestOverrides:
             ("", None, "seed"),
             ("dtype", None, "dtype=fp16"),
         }
+
+
+def test_overrides_alone_make_a_configuration() -> None:
+    flat = {"max_num_seqs": [("scheduler", "max_num_seqs")]}
+    config = config_from_overrides(["model=demo", "max_num_seqs=8", "plugins.scheduler.use=static"], flat)
+    assert (config.model, config.source) == ("demo", None)
+    (scheduler,) = config.selections("scheduler")
+    assert (scheduler.use, scheduler.options) == ("static", {"max_num_seqs": 8})
+    with pytest.raises(ConfigError, match="model: is required") as caught:
+        config_from_overrides(["max_num_seqs=8"], flat)
+    assert caught.value.source is None
 
 
 words = st.sampled_from(["a", "b", "use", "plugins", "scheduler", "0", "1", "generate", "prompts"])
