@@ -1,17 +1,19 @@
-/* What the driver of paged attention and its tiles share.
+/* What the parts of paged attention share.
  *
- * A tile is up to MAX_LANES queries (token, head) of one row and one key head. They lie beside each other in the lanes
- * of vectors, so everything about the softmax is vertical, and keys and values are read as they lie in the cache, one
- * element at a time for all lanes. Contexts are cut into partitions of PART keys and those into blocks of BLOCK keys,
+ * A unit is queries (token, head) of one row and of one or more key heads, up to MAX_LANES. Those of a key head lie
+ * beside each other in the lanes of vectors, so everything about the softmax is vertical, and keys and values are taken
+ * one element at a time for all lanes. Contexts are cut into partitions of PART keys and those into blocks of BLOCK keys,
  * both at fixed positions: each lane's sums are the same operations in the same order, whichever queries share its
- * tile, whoever computes a partition, and however a prompt was cut into chunks. (After Dao et al., "FlashAttention",
+ * unit, whoever computes a partition, and however a prompt was cut into chunks. (After Dao et al., "FlashAttention",
  * 2022, and Dao et al., "Flash-Decoding", 2023.) */
 #ifndef TRIVET_ATTENTION_H
 #define TRIVET_ATTENTION_H
 
 #include "common.h"
 
-enum { BLOCK = 64, PART = 512, MAX_LANES = 128, MAX_GROUPS = MAX_LANES / 8 + 3 };
+enum { BLOCK = 64, PART = 512, MAX_LANES = 128, MAX_GROUPS = MAX_LANES / 4 };
+
+#define HIDDEN_SYMBOL __attribute__((visibility("hidden")))
 
 /* What the layers of a step share. */
 typedef struct {
@@ -22,7 +24,7 @@ typedef struct {
     int64_t table_stride, num_rows, num_tokens, num_threads;
 } trivet_attention_step;
 
-/* A layer's cache, [num_blocks, block_size, num_kv_heads, head_dim] with strides in bytes. */
+/* A layer's keys or values, [num_blocks, block_size, num_kv_heads, dim] with strides in bytes. */
 typedef struct {
     char *cache;
     int64_t block, token, head, dim;
@@ -39,44 +41,79 @@ typedef struct {
     int64_t token, head;
 } rows_t;
 
-/* Scores of a call: softcap 0 is none; window 0 is none, -n is chunks of n. */
+/* How scores are made. */
 typedef struct {
-    float scale, softcap;
-    int64_t window;
-    const float *sinks, *slopes;
+    float scale, softcap;        /* softcap 0: none */
+    int64_t window;              /* 0: none; -n: chunks of n */
+    const float *sinks, *slopes; /* [num_heads] or NULL */
 } scores_t;
 
-/* Lanes of a tile that are computed together: one or two vectors. */
 typedef struct {
-    int64_t first, count; /* which of the tile's queries they are */
-    int32_t lanes;        /* count rounded up to whole vectors */
-    int32_t kind;         /* index into tile functions */
-    int32_t low, high;    /* keys that any of them sees */
-    int32_t all_low, all_high; /* keys that all of them see */
-    int64_t offset;       /* of its first lane among the padded lanes of the tile */
-} group_t;
+    const trivet_attention_step *step;
+    const trivet_attention_layer *layer;
+    rows_t query;
+    scores_t how;
+    char *out;
+    int64_t num_heads, per_head; /* query heads, and those of them that share a key head */
+} call_t;
 
-/* Keys of one block that a tile reads: positions first + from … first + to - 1; entries are by place in the block. */
+/* A unit and how it is computed: by one task, or in partitions by several. The queries of a row that share a key head
+ * are numbered token by token. */
 typedef struct {
-    int32_t first, from, to;
-    const void *key[BLOCK], *value[BLOCK]; /* value: of pairs of keys where products are of pairs */
-} keys_t;
+    int32_t row, head, num_heads; /* key heads */
+    int32_t count;                /* queries of each of them … */
+    int64_t first;                /* … and the number of the first one */
+    int32_t first_part, num_parts;
+    int64_t state; /* where in the shared buffer its partitions' sums are; -1: one task computes all */
+    int32_t left;  /* tasks that are not done */
+} plan_t;
 
-/* A tile's buffers; a group's part of one with n values a lane begins at n * group.offset. */
 typedef struct {
-    float *query;       /* [dim][lanes], or pairs of bfloat16 */
-    int32_t *position;  /* [lanes] */
-    int32_t *low;       /* [lanes]: the first position that is seen */
-    float *slope;       /* [lanes], times log2(e) */
-    float *scores;      /* [BLOCK][group's lanes] */
-    float *weights;     /* the same, or pairs of bfloat16 */
-} tile_t;
+    int32_t unit, part, num_parts;
+} task_t;
 
-/* Sums of the keys seen so far, for n lanes: exp-weighted values [dim][n], maximum [n] and sum of weights [n]. */
+/* Sums over keys, for n lanes: weighted values [v_dim][n], the largest score [n] and the sum of weights [n]. */
 #define STATE_SIZE(lanes, v_dim) ((lanes) * ((v_dim) + 2))
 
-typedef void block_function(const group_t *, const tile_t *, const keys_t *, const scores_t *, int64_t dim,
-                            int64_t v_dim, float *state);
-typedef void merge_function(int64_t v_dim, float *state, const float *part);
+/* A buffer that only grows. */
+typedef struct {
+    void *data;
+    size_t size;
+} buffer_t;
+
+static inline void *grow(buffer_t *buffer, size_t size) {
+    if (buffer->size < size) {
+        free(buffer->data);
+        size = (size + size / 2 + 63) / 64 * 64;
+        buffer->data = aligned_alloc(64, size);
+        buffer->size = buffer->data ? size : 0;
+    }
+    return buffer->data;
+}
+
+static inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+/* The first position that a query at `position` sees. */
+static inline int64_t first_seen(int64_t position, int64_t window) {
+    if (window == 0) return 0;
+    if (window < 0) return position / -window * -window;
+    return position < window ? 0 : position - window + 1;
+}
+
+/* Position in the row's context of its first query. */
+static inline int64_t first_position(const trivet_attention_step *step, int32_t row) {
+    return step->seq_lens[row] - (step->query_start[row + 1] - step->query_start[row]);
+}
+
+/* Lanes that `count` queries of a key head take, and how many key heads with so many there may be in a unit. */
+HIDDEN_SYMBOL int32_t trivet_attention_lanes(int64_t count);
+HIDDEN_SYMBOL int32_t trivet_attention_heads(int64_t count);
+
+/* One thread's memory for the tasks of a call, to be given to trivet_attention_task; NULL if there is none. */
+HIDDEN_SYMBOL void *trivet_attention_scratch(const call_t *call);
+
+/* Compute a task; the last one of a unit stores its results. */
+HIDDEN_SYMBOL void trivet_attention_task(const call_t *call, plan_t *plan, const task_t *task, void *scratch,
+                                         float *states);
 
 #endif

@@ -24,40 +24,40 @@ typedef VF NAME(elements);
 #endif
 
 /* scores[n][lane] = scale * query · key n, for `nk` keys and `nv` vectors of lanes. */
-ALWAYS_INLINE void NAME(score)(const int nk, const int nv, const NAME(elements) *query, const void *const *keys,
+ALWAYS_INLINE void NAME(score)(const int nk, const int nv, const NAME(elements) *query, const NAME(element) *keys,
                                int64_t steps, float scale, VF *scores) {
-    const NAME(element) * key[8];
-    VF sum[8][2];
-#pragma GCC unroll 8
+    const NAME(element) * key[12];
+    VF sum[12][2];
+#pragma GCC unroll 12
     for (int n = 0; n < nk; n++) {
-        key[n] = keys[n];
+        key[n] = keys + n * steps;
 #pragma GCC unroll 2
         for (int v = 0; v < nv; v++) sum[n][v] = (VF){0};
     }
     for (int64_t i = 0; i < steps; i++) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int n = 0; n < nk; n++) {
             const NAME(element) x = key[n][i];
 #pragma GCC unroll 2
             for (int v = 0; v < nv; v++) sum[n][v] = DOT(sum[n][v], query[i * nv + v], x);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int n = 0; n < nk; n++)
 #pragma GCC unroll 2
         for (int v = 0; v < nv; v++) scores[n * nv + v] = sum[n][v] * scale;
 }
 
 /* out[d][lane] = out[d][lane] * decay[lane] + sum over keys of weight[key][lane] * value[key][d], for `nd` d. */
-ALWAYS_INLINE void NAME(weigh)(const int nd, const int nv, const NAME(elements) *weights, const void *const *values,
-                               int64_t d, int from, int to, const VF *decay, VF *out) {
+ALWAYS_INLINE void NAME(weigh)(const int nd, const int nv, const NAME(elements) *weights, const NAME(element) *values,
+                               int64_t v_dim, int from, int to, const VF *decay, VF *out) {
     VF sum[16][2];
 #pragma GCC unroll 16
     for (int n = 0; n < nd; n++)
 #pragma GCC unroll 2
         for (int v = 0; v < nv; v++) sum[n][v] = out[n * nv + v] * decay[v];
     for (int i = from; i < to; i++) {
-        const NAME(element) *value = (const NAME(element) *)values[i] + d;
+        const NAME(element) *value = values + i * v_dim;
 #pragma GCC unroll 16
         for (int n = 0; n < nd; n++) {
             const NAME(element) x = value[n];
@@ -72,11 +72,11 @@ ALWAYS_INLINE void NAME(weigh)(const int nd, const int nv, const NAME(elements) 
 }
 
 /* Caps, biases and masks of scores that have been multiplied by scale * log2(e). */
-ALWAYS_INLINE void NAME(adjust)(const int nv, const group_t *group, const tile_t *tile, const keys_t *keys,
+ALWAYS_INLINE void NAME(adjust)(const int nv, const group_t *group, const scratch_t *scratch, const keys_t *keys,
                                 const scores_t *how, int from, int to, int masked, VF *scores) {
-    const VI *position = (const VI *)(tile->position + group->offset);
-    const VI *low = (const VI *)(tile->low + group->offset);
-    const VF *slope = (const VF *)(tile->slope + group->offset);
+    const VI *position = (const VI *)(scratch->position + group->offset);
+    const VI *low = (const VI *)(scratch->low + group->offset);
+    const VF *slope = (const VF *)(scratch->slope + group->offset);
     for (int n = from; n < to; n++) {
         const int32_t place = keys->first + n;
 #pragma GCC unroll 2
@@ -101,7 +101,7 @@ ALWAYS_INLINE void NAME(soften)(const int nv, int masked, int from, int to, cons
         for (int v = 0; v < nv; v++) top[v] = VF_(_max)(scores[n * nv + v], top[v]);
 #pragma GCC unroll 2
     for (int v = 0; v < nv; v++) {
-        decay[v] = VF_(_exp2)(most[v] - top[v]);
+        decay[v] = VF_(_exp2)(most[v] - top[v], 0);
         sum[v] = (VF){0};
         most[v] = top[v];
     }
@@ -114,13 +114,13 @@ ALWAYS_INLINE void NAME(soften)(const int nv, int masked, int from, int to, cons
             VF a = {0}, b = {0};
             if (even) {
                 const VF score = scores[2 * i * nv + v];
-                a = VF_(_exp2)(score - top[v]);
+                a = VF_(_exp2)(score - top[v], PAIRS);
                 if (masked) a = (VF)((VI)a & (score != HIDDEN));
                 sum[v] += a;
             }
             if (odd) {
                 const VF score = scores[(2 * i + 1) * nv + v];
-                b = VF_(_exp2)(score - top[v]);
+                b = VF_(_exp2)(score - top[v], PAIRS);
                 if (masked) b = (VF)((VI)b & (score != HIDDEN));
                 sum[v] += b;
             }
@@ -132,7 +132,7 @@ ALWAYS_INLINE void NAME(soften)(const int nv, int masked, int from, int to, cons
 #pragma GCC unroll 2
         for (int v = 0; v < nv; v++) {
             const VF score = scores[n * nv + v];
-            VF weight = VF_(_exp2)(score - top[v]);
+            VF weight = VF_(_exp2)(score - top[v], PAIRS);
             if (masked) weight = (VF)((VI)weight & (score != HIDDEN));
             sum[v] += weight;
             weights[n * nv + v] = weight;
@@ -142,52 +142,68 @@ ALWAYS_INLINE void NAME(soften)(const int nv, int masked, int from, int to, cons
     for (int v = 0; v < nv; v++) total[v] = VF_(_add)(sum[v], total[v], decay[v]);
 }
 
-ALWAYS_INLINE void NAME(block)(const int nv, const int nk, const int nd, const group_t *group, const tile_t *tile,
-                               const keys_t *keys, const scores_t *how, int64_t dim, int64_t v_dim, float *state) {
+ALWAYS_INLINE void NAME(block)(const int nv, const int nk, const int nd, const group_t *group,
+                               const scratch_t *scratch, const keys_t *keys, const keys_t *ahead, const scores_t *how,
+                               const trivet_attention_layer *layer, float *state) {
     const int low = group->low - keys->first, high = group->high - keys->first;
     const int from = low > keys->from ? low : keys->from, to = high < keys->to ? high : keys->to;
     if (from >= to) return;
+    const int64_t dim = layer->key.dim, v_dim = layer->value.dim;
     const int64_t steps = PAIRS ? (dim + 1) / 2 : dim;
-    const NAME(elements) *query = (const NAME(elements) *)(tile->query + steps * group->offset);
-    VF *scores = (VF *)tile->scores;
-    NAME(elements) *weights = (NAME(elements) *)tile->weights;
+    const NAME(elements) *query = (const NAME(elements) *)(scratch->query + steps * group->offset);
+    const NAME(element) *rows = (const NAME(element) *)scratch->keys;
+    const NAME(element) *values = (const NAME(element) *)scratch->values;
+    VF *scores = (VF *)scratch->scores;
+    NAME(elements) *weights = (NAME(elements) *)scratch->weights;
     const float scale = how->scale * LOG2E;
     int n = from;
-    for (; n + nk <= to; n += nk) NAME(score)(nk, nv, query, keys->key + n, steps, scale, scores + n * nv);
-    for (; n + 2 <= to; n += 2) NAME(score)(2, nv, query, keys->key + n, steps, scale, scores + n * nv);
-    if (n < to) NAME(score)(1, nv, query, keys->key + n, steps, scale, scores + n * nv);
+    for (; n + nk <= to; n += nk) {
+        fetch(ahead, 0, n, n + nk, layer, group->head);
+        NAME(score)(nk, nv, query, rows + n * steps, steps, scale, scores + n * nv);
+    }
+    fetch(ahead, 0, n, BLOCK, layer, group->head);
+    for (; n + 4 <= to; n += 4) NAME(score)(4, nv, query, rows + n * steps, steps, scale, scores + n * nv);
+    for (; n < to; n++) NAME(score)(1, nv, query, rows + n * steps, steps, scale, scores + n * nv);
 
     VF *out = (VF *)state, *most = out + v_dim * nv, *total = most + nv, decay[2];
     const int masked = keys->first + from < group->all_low || keys->first + to > group->all_high;
     if (masked || how->softcap != 0.0f || how->slopes)
-        NAME(adjust)(nv, group, tile, keys, how, from, to, masked, scores);
+        NAME(adjust)(nv, group, scratch, keys, how, from, to, masked, scores);
     if (masked)
         NAME(soften)(nv, 1, from, to, scores, weights, most, total, decay);
     else
         NAME(soften)(nv, 0, from, to, scores, weights, most, total, decay);
 
     const int first = PAIRS ? from / 2 : from, last = PAIRS ? (to + 1) / 2 : to;
+    const int each = (int)(BLOCK * nd / v_dim) + 1;
     int64_t d = 0;
-    for (; d + nd <= v_dim; d += nd) NAME(weigh)(nd, nv, weights, keys->value, d, first, last, decay, out + d * nv);
-    for (; d + 4 <= v_dim; d += 4) NAME(weigh)(4, nv, weights, keys->value, d, first, last, decay, out + d * nv);
-    for (; d < v_dim; d++) NAME(weigh)(1, nv, weights, keys->value, d, first, last, decay, out + d * nv);
+    n = 0;
+    for (; d + nd <= v_dim; d += nd, n += each) {
+        fetch(ahead, 1, n, n + each, layer, group->head);
+        NAME(weigh)(nd, nv, weights, values + d, v_dim, first, last, decay, out + d * nv);
+    }
+    fetch(ahead, 1, n, BLOCK, layer, group->head);
+    for (; d + 4 <= v_dim; d += 4) NAME(weigh)(4, nv, weights, values + d, v_dim, first, last, decay, out + d * nv);
+    for (; d < v_dim; d++) NAME(weigh)(1, nv, weights, values + d, v_dim, first, last, decay, out + d * nv);
 }
 
-#if N >= 16
-enum { NAME(keys_of_1) = 8, NAME(dims_of_1) = 16, NAME(keys_of_2) = 8, NAME(dims_of_2) = 8 };
+#if FULL == 16
+enum { NAME(keys_of_1) = 12, NAME(dims_of_1) = 16, NAME(keys_of_2) = 8, NAME(dims_of_2) = 8 };
 #else
 enum { NAME(keys_of_1) = 8, NAME(dims_of_1) = 8, NAME(keys_of_2) = 4, NAME(dims_of_2) = 4 };
 #endif
 
-static void NAME(block_1)(const group_t *group, const tile_t *tile, const keys_t *keys, const scores_t *how,
-                          int64_t dim, int64_t v_dim, float *state) {
-    NAME(block)(1, NAME(keys_of_1), NAME(dims_of_1), group, tile, keys, how, dim, v_dim, state);
+static void NAME(block_1)(const group_t *group, const scratch_t *scratch, const keys_t *keys,
+                          const keys_t *ahead, const scores_t *how, const trivet_attention_layer *layer,
+                          float *state) {
+    NAME(block)(1, NAME(keys_of_1), NAME(dims_of_1), group, scratch, keys, ahead, how, layer, state);
 }
 
 #if N == FULL
-static void NAME(block_2)(const group_t *group, const tile_t *tile, const keys_t *keys, const scores_t *how,
-                          int64_t dim, int64_t v_dim, float *state) {
-    NAME(block)(2, NAME(keys_of_2), NAME(dims_of_2), group, tile, keys, how, dim, v_dim, state);
+static void NAME(block_2)(const group_t *group, const scratch_t *scratch, const keys_t *keys,
+                          const keys_t *ahead, const scores_t *how, const trivet_attention_layer *layer,
+                          float *state) {
+    NAME(block)(2, NAME(keys_of_2), NAME(dims_of_2), group, scratch, keys, ahead, how, layer, state);
 }
 #endif
 
@@ -199,8 +215,8 @@ ALWAYS_INLINE void NAME(merge)(const int nv, int64_t v_dim, float *state, const 
 #pragma GCC unroll 2
     for (int v = 0; v < nv; v++) {
         const VF top = VF_(_max)(most[v], part_most[v]);
-        mine[v] = VF_(_exp2)(most[v] - top);
-        others[v] = VF_(_exp2)(part_most[v] - top);
+        mine[v] = VF_(_exp2)(most[v] - top, 0);
+        others[v] = VF_(_exp2)(part_most[v] - top, 0);
         most[v] = top;
         total[v] = VF_(_add)(total[v] * mine[v], part_total[v], others[v]);
     }

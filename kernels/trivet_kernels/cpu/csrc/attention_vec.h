@@ -34,11 +34,11 @@
 
 /* max(a, b) is b where either is NaN. add(sum, a, b) is sum + a * b, by one instruction where there is one, so that the
  * compiler has no choice of what to fuse.
- * exp2 is for arguments up to 0, with a relative error of 1e-7, exactly 1 at 0 and at least 2^-125: the argument is
- * split into a whole number, which is added to the exponent, and a rest in [-0.5, 0.5], for which a polynomial was
- * fitted to the relative error. NaN stays NaN. */
+ * exp2 is for arguments up to 0, with a relative error of 1e-7 (1e-4 if `rough`), exactly 1 at 0 and at least 2^-125:
+ * the argument is split into a whole number, which is added to the exponent, and a rest in [-0.5, 0.5], for which
+ * polynomials were fitted to the relative error. NaN stays NaN. */
 #define FUNCTIONS(n)                                                                                                   \
-    ALWAYS_INLINE vf##n vf##n##_exp2(vf##n x) {                                                                        \
+    ALWAYS_INLINE vf##n vf##n##_exp2(vf##n x, const int rough) {                                                       \
         x = vf##n##_max(vf##n##_splat(-125.0f), x);                                                                    \
         const vf##n whole = x + 12582912.0f; /* 1.5 * 2^23: no bits are left behind the point */                       \
         const vf##n rest = x - (whole - 12582912.0f);                                                                  \
@@ -46,13 +46,14 @@
         sum = rest * sum + 5.550733744e-02f;                                                                           \
         sum = rest * sum + 2.402224209e-01f;                                                                           \
         sum = rest * sum + 6.931469776e-01f;                                                                           \
+        if (rough) sum = rest * (rest * 5.500893000e-02f + 2.422109596e-01f) + 6.932829273e-01f;                       \
         sum = rest * sum + 1.0f;                                                                                       \
         return (vf##n)((vi##n)sum + ((vi##n)whole << 23));                                                             \
     }                                                                                                                  \
     /* c * tanh(x / c) */                                                                                              \
     ALWAYS_INLINE vf##n vf##n##_cap(vf##n x, float c) {                                                                \
         const vf##n size = (vf##n)((vi##n)x & 0x7fffffff);                                                             \
-        const vf##n small = vf##n##_exp2(size * (-2.0f * LOG2E / c));                                                  \
+        const vf##n small = vf##n##_exp2(size * (-2.0f * LOG2E / c), 0);                                               \
         const vf##n capped = c * (1.0f - small) / (1.0f + small);                                                      \
         return (vf##n)((vi##n)capped | ((vi##n)x & (int32_t)0x80000000));                                              \
     }
