@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from trivet.launcher._tables import heading
+
 ModelOption = Annotated[
     str | None,
     typer.Option(
@@ -89,9 +91,10 @@ def show_table(title: str, headings: list[str], rows: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    heading(title)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, text in enumerate(headings):
+        table.add_column(text, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     Console(file=sys.stdout).print(table)
