@@ -6,7 +6,6 @@ What a step plans once for all layers (rows, places of keys) is not measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -85,8 +84,8 @@ class Layer:
 
     def _triton(self) -> Run:
         from trivet_kernels.triton.attention import paged_attention as attend
+        from trivet_kernels.triton.cache import reshape_and_cache as write
 
-        write = _triton_writer()
         keys, values = self.caches
 
         def run(_: int) -> object:
@@ -131,7 +130,7 @@ def attention_providers(device: torch.device) -> list[str]:
 def decodes(setting: Setting) -> Iterator[Case]:
     """One query per row, contexts of one length; caches take turns so that they come from memory."""
     for model in setting.models:
-        for context in (128, 1024) if setting.quick else (128, 512, 1024, 2048, 4096):
+        for context in (128,) if setting.quick else (128, 512, 1024, 2048, 4096):
             for batch in (1, 8) if setting.quick else (1, 8, 64):
                 yield from _cases(setting, "decode attention", model, batch, 1, context)
 
@@ -139,7 +138,7 @@ def decodes(setting: Setting) -> Iterator[Case]:
 def prefills(setting: Setting) -> Iterator[Case]:
     """A whole prompt at once."""
     for model in setting.models:
-        for length in (128, 512) if setting.quick else (128, 512, 1024, 2048):
+        for length in (128,) if setting.quick else (128, 512, 1024, 2048):
             yield from _cases(setting, "prefill attention", model, 1, length, length)
 
 
@@ -158,20 +157,17 @@ def _cases(setting: Setting, kernel: str, model: Model, batch: int, queries: int
 def cache_writes(setting: Setting) -> Iterator[Case]:
     """Keys and values of a step to their places. The CPU's kernel writes them when it attends."""
     for model in setting.models:
-        for tokens in (1, 64, 2048):
+        for tokens in (1, 64) if setting.quick else (1, 64, 2048):
             layer = Layer(setting, model, 1, tokens, max(tokens, BLOCK_SIZE))
             num_bytes = 2 * (layer.key.nbytes + layer.value.nbytes)
             writers: dict[str, Writer] = {"torch": reshape_and_cache}
             if setting.device.type == "cuda" and find_spec("triton"):
-                writers = {"triton": _triton_writer()} | writers
+                from trivet_kernels.triton.cache import reshape_and_cache as write_by_triton
+
+                writers = {"triton": write_by_triton} | writers
             for provider, write in writers.items():
 
                 def run(_: int, write: Writer = write, layer: Layer = layer) -> object:
                     return write(layer.key, layer.value, *layer.caches, layer.slots)
 
                 yield Case("cache write", f"{model.name} {tokens} tokens", provider, "bfloat16", num_bytes, 0, run)
-
-
-def _triton_writer() -> Writer:
-    writer: Writer = import_module("trivet_kernels.triton.cache").reshape_and_cache
-    return writer

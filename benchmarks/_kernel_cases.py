@@ -139,7 +139,7 @@ def _layers(
     setting: Setting, inputs: int, outputs: int
 ) -> Iterator[tuple[str, str, int, dict[str, list[Callable[[Tensor], Tensor]]]]]:
     """What the weights are stored as, the arithmetic, their bytes, and by provider the same product several times."""
-    from trivet_torch.linear import PackedLinear, PlainLinear, can_pack
+    from trivet_torch.linear import PlainLinear, can_pack, make_linear
 
     for name, dtype in DTYPES.items():
         weight = setting.random(outputs, inputs, dtype=dtype)
@@ -148,7 +148,7 @@ def _layers(
             "plain": [PlainLinear(weight.clone()) for _ in range(count)]
         }
         if can_pack(dtype, setting.device):
-            layers["packed"] = [PackedLinear(weight) for _ in range(count)]
+            layers["packed"] = [make_linear([weight], dtype=dtype, device=setting.device) for _ in range(count)]
         yield _short(dtype), name, weight.nbytes, layers
     if setting.device.type == "cpu":
         for bits in (8, 4):

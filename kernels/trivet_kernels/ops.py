@@ -6,7 +6,6 @@ Every implementation gives the same results within rounding; :mod:`trivet_kernel
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -76,9 +75,10 @@ def ops_for(device: torch.device) -> Ops:
             from trivet_kernels.cpu.ops import NativeOps
 
             return NativeOps(native)
-    elif device.type == "cuda" and find_spec("triton") and find_spec("trivet_kernels.triton.ops"):
-        made: Ops = import_module("trivet_kernels.triton.ops").TritonOps()
-        return made
+    elif device.type == "cuda" and find_spec("triton"):
+        from trivet_kernels.triton.ops import TritonOps
+
+        return TritonOps()
     from trivet_kernels.reference.ops import ReferenceOps
 
     return ReferenceOps()

@@ -60,7 +60,7 @@ class NativeOps(Ops):
         if weight.shape != (size,):
             raise ValueError(f"weight must be [{size}] for rows of {size}, not {list(weight.shape)}")
         if out is None:
-            out = x.new_empty(shape)
+            out = torch.empty_like(x)
         elif out.shape != shape:
             raise ValueError(f"out must be {list(shape)} like x, not {list(out.shape)}")
         strides, out_strides = x.stride(), out.stride()
@@ -103,7 +103,7 @@ class NativeOps(Ops):
         if residual.shape != shape:
             raise ValueError(f"residual must be {list(shape)} like x, not {list(residual.shape)}")
         if out is None:
-            out = residual.new_empty(shape)
+            out = torch.empty_like(residual)
         elif out.shape != shape:
             raise ValueError(f"out must be {list(shape)} like x, not {list(out.shape)}")
         stride, dense = x.stride()
@@ -228,7 +228,7 @@ class NativeOps(Ops):
         if width % 2:
             raise ValueError(f"x must have an even number of columns, not {width}")
         if out is None:
-            out = x.new_empty((rows, size))
+            out = torch.empty((rows, size), dtype=dtype, device=x.device)
         elif out.shape != (rows, size):
             raise ValueError(f"out must be {[rows, size]}, half of x, not {list(out.shape)}")
         stride, dense = x.stride()

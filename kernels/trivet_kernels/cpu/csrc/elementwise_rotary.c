@@ -37,28 +37,31 @@ INLINE void narrow_head(const float *head, void *x, int64_t count, int dtype) {
     if (i < count) store_part(x, i, count - i, load_part(head, i, count - i, TRIVET_F32), dtype);
 }
 
-INLINE void rotate(float *head, const float *cosines, int64_t width, int interleaved) {
-    const int64_t half = width / 2;
+/* Elements i and half + i of a head, `from` and `to` of one type each (the same memory, perhaps). */
+INLINE void rotate_halves(const void *from, int from_type, void *to, int to_type, const float *cosines, int64_t half) {
     const float *sines = cosines + half;
     int64_t i = 0;
-    if (interleaved) {
-        for (; i < half; i++) {
-            float a = head[2 * i], b = head[2 * i + 1];
-            head[2 * i] = a * cosines[i] - b * sines[i];
-            head[2 * i + 1] = b * cosines[i] + a * sines[i];
-        }
-        return;
-    }
     for (; i + LANES <= half; i += LANES) {
-        vec_t a = load(head, i, TRIVET_F32), b = load(head, half + i, TRIVET_F32);
+        vec_t a = load(from, i, from_type), b = load(from, half + i, from_type);
         vec_t c = load(cosines, i, TRIVET_F32), s = load(sines, i, TRIVET_F32);
-        store(head, i, a * c - b * s, TRIVET_F32);
-        store(head, half + i, b * c + a * s, TRIVET_F32);
+        store(to, i, a * c - b * s, to_type);
+        store(to, half + i, b * c + a * s, to_type);
     }
-    for (; i < half; i++) {
-        float a = head[i], b = head[half + i];
-        head[i] = a * cosines[i] - b * sines[i];
-        head[half + i] = b * cosines[i] + a * sines[i];
+    if (i < half) {
+        const int64_t rest = half - i;
+        vec_t a = load_part(from, i, rest, from_type), b = load_part(from, half + i, rest, from_type);
+        vec_t c = load_part(cosines, i, rest, TRIVET_F32), s = load_part(sines, i, rest, TRIVET_F32);
+        store_part(to, i, rest, a * c - b * s, to_type);
+        store_part(to, half + i, rest, b * c + a * s, to_type);
+    }
+}
+
+INLINE void rotate_pairs(float *head, const float *cosines, int64_t half) {
+    const float *sines = cosines + half;
+    for (int64_t i = 0; i < half; i++) {
+        float a = head[2 * i], b = head[2 * i + 1];
+        head[2 * i] = a * cosines[i] - b * sines[i];
+        head[2 * i + 1] = b * cosines[i] + a * sines[i];
     }
 }
 
@@ -73,8 +76,15 @@ INLINE void rotate_heads(const rotary_t *a, int64_t token, int interleaved, int 
         const int64_t count = heads->weight ? a->dim : a->width; /* of elements that change */
         for (int64_t h = 0; h < heads->heads; h++) {
             char *x = heads->x + (token * heads->token_stride + h * heads->head_stride) * size_of(dtype);
+            if (!interleaved && !heads->weight) {
+                rotate_halves(x, dtype, x, dtype, cosines, a->width / 2);
+                continue;
+            }
             widen_head(x, heads->weight, head, count, a->eps, dtype);
-            rotate(head, cosines, a->width, interleaved);
+            if (interleaved)
+                rotate_pairs(head, cosines, a->width / 2);
+            else
+                rotate_halves(head, TRIVET_F32, head, TRIVET_F32, cosines, a->width / 2);
             narrow_head(head, x, count, dtype);
         }
     }
