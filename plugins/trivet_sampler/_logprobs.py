@@ -10,6 +10,7 @@ import torch
 
 from trivet.result import TokenLogprobs
 from trivet_kernels.reference.sampling import grouped, top
+from trivet_kernels.sampling import fused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 #: logits that are worked on at once: few enough to stay in a processor's cache
 _BLOCK = 1 << 20
+#: on a GPU, enough to fill it
+_FUSED_BLOCK = 1 << 26
+#: likeliest tokens that a GPU lists one after the other; more are sorted for
+_MAX_FUSED = 64
 
 
 @dataclass(slots=True)
@@ -45,7 +50,7 @@ def logprobs(logits: Tensor, wanted: list[Wanted], size: int) -> list[TokenLogpr
         members = [index for index, item in enumerate(wanted) if item.k == k]
         rows = torch.from_numpy(np.concatenate([wanted[i].rows for i in members])).to(logits.device)
         tokens = torch.from_numpy(np.concatenate([wanted[i].tokens for i in members])).to(logits.device)
-        step = max(1, _BLOCK // logits.shape[1])
+        step = max(1, (_FUSED_BLOCK if fused(logits) else _BLOCK) // logits.shape[1])
         blocks = [
             _block(logits[rows[at : at + step]], tokens[at : at + step], size if k < 0 else min(k, size), size)
             for at in range(0, len(rows), step)
@@ -60,6 +65,10 @@ def logprobs(logits: Tensor, wanted: list[Wanted], size: int) -> list[TokenLogpr
 
 
 def _block(logits: Tensor, tokens: Tensor, k: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    if fused(logits) and k <= _MAX_FUSED:
+        from trivet_kernels.triton import logprobs as kernels
+
+        return kernels.logprobs(logits, tokens, k, size)
     logits = logits.float()
     total = logits.logsumexp(1, keepdim=True)
     ids = tokens[:, None]

@@ -13,7 +13,7 @@ from trivet.plan import Bool, Float32, Int32, Int64, NewRequest, Ragged, Task
 from trivet.result import PromptLogprobs, RequestFailure, RowLogprobs
 from trivet.roles import Sampled, Sampler
 from trivet_kernels.reference import sampling as kernels
-from trivet_kernels.sampling import argmax
+from trivet_kernels.sampling import apply_bitmask, argmax, fused
 from trivet_sampler._logprobs import Wanted, logprobs
 from trivet_sampler._state import NO_LOGPROBS, SlotState
 from trivet_sampler._verify import follow
@@ -112,7 +112,7 @@ class TorchSampler(Sampler):
         keep = logits.dtype != torch.float32 or bool((state.logprobs[rows.slots] != NO_LOGPROBS).any())
         work = logits.to(torch.float32, copy=True) if keep else logits
         if rows.bitmask is not None:
-            kernels.apply_bitmask(work[span], rows.bitmask[span])
+            apply_bitmask(work[span], rows.bitmask[span])
         for row in early.tolist():
             ids = state.stop_ids[int(rows.row_slots[row])]
             work[row, torch.from_numpy(ids.astype(np.int64)).to(work.device)] = -torch.inf
@@ -134,6 +134,8 @@ class TorchSampler(Sampler):
         """A token for each row that belongs to a sampling row, drafts included, and the largest of its logits."""
         span = slice(int(rows.starts[0]), int(rows.starts[-1]))
         logits, slots, positions = logits[span], rows.row_slots[span], rows.positions[span]
+        if fused(logits):
+            return self._draw_fused(logits, scaled, slots, positions)
         greedy = self._state.greedy[slots]
         drawn, highest = np.zeros(len(slots), np.int32), np.zeros(len(slots), np.float32)
         if greedy.any():
@@ -146,6 +148,24 @@ class TorchSampler(Sampler):
             ids, values = self._draw_block(part, scaled, slots[block], positions[block])
             drawn[block], highest[block] = ids.cpu().numpy(), values.cpu().numpy()
         return drawn, highest
+
+    def _draw_fused(self, logits: Tensor, scaled: bool, slots: Int32, positions: Int32) -> tuple[Int32, Float32]:
+        """All rows at once, whose parameters go to the device, and whose tokens come back, in one copy each."""
+        from trivet_kernels.triton.sampling import draw, parameters
+
+        state = self._state
+        temperature = np.ones(len(slots), np.float32) if scaled else state.temperature[slots]
+        params = parameters(
+            np.where(state.greedy[slots], np.float32(0), temperature),
+            state.top_k[slots],
+            state.top_p[slots],
+            state.min_p[slots],
+            state.seed[slots],
+            positions.astype(np.int64),
+            pin=logits.is_cuda,
+        )
+        drawn = draw(logits, self._size, params.to(logits.device)).cpu().numpy()
+        return drawn[0], drawn[1].view(np.float32)
 
     def _draw_block(self, logits: Tensor, scaled: bool, slots: Int32, positions: Int32) -> tuple[Tensor, Tensor]:
         def column(values: NDArray[np.generic]) -> Tensor:
