@@ -22,7 +22,7 @@ _NO_KEY = tl.constexpr(-(2**63))
 _COLUMNS = 4096
 
 
-@jit()
+@jit(unspecialized=("alternatives",))
 def logprobs_kernel(
     logits: tl.tensor,
     tokens: tl.tensor,
