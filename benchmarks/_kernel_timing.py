@@ -69,10 +69,11 @@ class Timer:
         return min(self._once(run, count, number * count) for number in range(self.rounds)) / count
 
     def _count(self, run: Run) -> int:
-        """Calls of a round, by what a warm one takes."""
-        if self._once(run, 1, 0) > 2 * self.seconds:
-            return 1
-        once = self._once(run, 2, 1) / 2
+        """Calls of a round, by what a warm one takes; the first may compile the kernel."""
+        self._once(run, 1, 0)
+        once = self._once(run, 1, 1)
+        if once < self.seconds / 100:
+            once = self._once(run, 10, 2) / 10
         return max(1, min(10_000, int(self.seconds / self.rounds / max(once, 1e-7))))
 
     def _once(self, run: Run, count: int, first: int) -> float:

@@ -171,7 +171,7 @@ def main() -> None:
     args = parse()
     if args.threads:
         torch.set_num_threads(args.threads)
-    with torch.inference_mode():
+    with torch.no_grad():
         figures = measure_bound(args) if "model" in args else measure(args)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

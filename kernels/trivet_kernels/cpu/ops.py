@@ -21,7 +21,7 @@ _FLOAT32 = torch.float32
 _SILU, _GELU_TANH, _GELU_ERF = range(3)
 _LARGEST_HEAD = 1024
 #: elements of a call from which on it takes several threads
-_MANY, _MANY_GATED, _MANY_ROTATED = 1 << 16, 1 << 15, 1 << 15
+_MANY, _MANY_GATED, _MANY_ROTATED = 1 << 16, 1 << 15, 1 << 16
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
