@@ -212,7 +212,8 @@ def _attend_few(
     few = tiles.few_queries(group)
     queries = min(max_query_len, few)
     # Beside a prefill, rows with one query are the most likely, and drafts take several tiles.
-    tile, block_m = tiles.decode, tiles.decode_rows(group, queries if max_query_len <= few else 1)
+    tile = tiles.decode_tile(tiles.decode_rows(group, queries if max_query_len <= few else 1))
+    block_m = tile.block_m
     heads = min(group, block_m)
     max_parts = tiles.max_parts(num_kv_heads)
     reach = max_seq_len

@@ -62,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Query rows and keys of a tile, and how it is compiled. ``block_m`` is not used by decodes."""
+    """Query rows and keys of a tile, and how it is compiled. Decodes take their ``block_m`` from the step."""
 
     block_m: int
     block_n: int
@@ -89,6 +89,11 @@ class Tiles:
     def decode_rows(self, group: int, queries: int) -> int:
         """Rows of a decode's tile for rows with up to this many queries."""
         return min(_MOST_ROWS, max(_FEWEST_ROWS, _power_of_2(group * queries)))
+
+    def decode_tile(self, block_m: int) -> Tile:
+        """How a decode of ``block_m`` rows is compiled: with more threads for more rows, or their registers spill."""
+        more = 1 if block_m <= _FEWEST_ROWS else 2
+        return replace(self.decode, block_m=block_m, num_warps=self.decode.num_warps * more)
 
     def max_parts(self, num_kv_heads: int) -> int:
         """Into how many parts a row may be cut: enough to fill a device with one request."""
