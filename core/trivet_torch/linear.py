@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from trivet_torch.weights.gguf_dequant import run_jobs
+
+# Rows of a matrix that are packed at a time take so many bytes, ...
+_PIECE_BYTES = 4 << 20
+# ... and are a multiple of the rows in a block of oneDNN's layouts (at most 64).
+_BLOCK_ROWS = 64
+
+
+class Matrix(Protocol):
+    """A matrix ``[rows, columns]`` that is read some rows at a time, such as
+    :class:`trivet_torch.weights.stored.StoredMatrix`."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """``(rows, columns)``."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows ``[start, stop)``; called from several threads."""
+
+    def release(self, start: int, stop: int) -> None:
+        """Rows ``[start, stop)`` are not used any more, and will not be asked for again."""
 
 
 class Linear(ABC):
@@ -56,14 +78,15 @@ class PackedLinear(Linear):
     of rows of the input, nor, in bfloat16, does the result of a row.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Pack a copy of ``weight`` ``[out_features, in_features]``, which is not kept and may be a view of a file.
+    def __init__(self, parts: Sequence[Tensor | Matrix], bias: Tensor | None = None, *, dtype: torch.dtype) -> None:
+        """Pack ``parts``, matrices ``[out_i, in_features]``, one below the other; they are not kept.
 
-        ``bias`` ``[out_features]``, of the same type, is kept. See :func:`can_pack` for what is supported.
+        ``bias`` ``[out_features]`` in ``dtype`` is kept. See :func:`can_pack` for what is supported.
         """
-        self.out_features, self.in_features = weight.shape
+        self.out_features = sum(part.shape[0] for part in parts)
+        self.in_features = parts[0].shape[1]
         self.bias = bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._packed = _pack(parts, dtype)
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -93,7 +116,7 @@ def can_pack(dtype: torch.dtype, device: str | torch.device) -> bool:
 
 
 def make_linear(
-    parts: Sequence[Tensor],
+    parts: Sequence[Tensor | Matrix],
     biases: Sequence[Tensor | None] | None = None,
     *,
     dtype: torch.dtype,
@@ -102,32 +125,113 @@ def make_linear(
     """The fastest layer that puts the outputs of ``parts`` side by side.
 
     Args:
-        parts: Matrices ``[out_i, in_features]`` of any type; views of a file are fine. None of them is kept.
+        parts: Matrices ``[out_i, in_features]`` of any type; views of a file are fine. None of them is kept, and with
+            a :class:`Matrix` only a few MiB of it are in memory at a time.
         biases: One per part, ``[out_i]`` or None for zeros; None if no part has one.
         dtype: Of the layer's weights and inputs.
         device: Where it computes.
     """
     bias = _joined_bias(parts, biases or [], dtype, device)
-    is_packed = can_pack(dtype, device)
-    if len(parts) == 1:
-        weight = parts[0].to(device=device, dtype=dtype, copy=not is_packed)
-    else:
-        weight = torch.empty(sum(len(part) for part in parts), parts[0].shape[1], dtype=dtype, device=device)
-        row = 0
-        for part in parts:
-            weight[row : row + len(part)] = part
-            row += len(part)
-    return PackedLinear(weight, bias) if is_packed else PlainLinear(weight, bias)
+    if can_pack(dtype, device):
+        return PackedLinear(parts, bias, dtype=dtype)
+    return PlainLinear(_joined(parts, dtype, device), bias)
+
+
+class _Piece:
+    """Rows ``[start, stop)`` of ``part``, which are rows from ``row`` on of the joined matrix."""
+
+    def __init__(self, part: Tensor | Matrix, start: int, stop: int, row: int) -> None:
+        self._part, self._start, self._stop = part, start, stop
+        self.row = row
+        self.num_rows = stop - start
+
+    def read(self) -> Tensor:
+        if isinstance(self._part, Tensor):
+            return self._part[self._start : self._stop]
+        return self._part.rows(self._start, self._stop)
+
+    def release(self) -> None:
+        if not isinstance(self._part, Tensor):
+            self._part.release(self._start, self._stop)
+
+
+def _pieces(parts: Sequence[Tensor | Matrix], dtype: torch.dtype) -> list[_Piece]:
+    in_features = parts[0].shape[1]
+    step = max(1, _PIECE_BYTES // (in_features * dtype.itemsize * _BLOCK_ROWS)) * _BLOCK_ROWS
+    pieces: list[_Piece] = []
+    row = 0
+    for part in parts:
+        num_rows = part.shape[0]
+        pieces += [_Piece(part, i, min(i + step, num_rows), row + i) for i in range(0, num_rows, step)]
+        row += num_rows
+    return pieces
+
+
+def _joined(parts: Sequence[Tensor | Matrix], dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    """``parts`` one below the other in new memory."""
+    weight = torch.empty(sum(part.shape[0] for part in parts), parts[0].shape[1], dtype=dtype, device=device)
+
+    def fill(piece: _Piece) -> None:
+        weight[piece.row : piece.row + piece.num_rows] = piece.read()
+        piece.release()
+
+    run_jobs(partial(fill, piece) for piece in _pieces(parts, dtype))
+    return weight
 
 
 def _joined_bias(
-    parts: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype, device: str | torch.device
+    parts: Sequence[Tensor | Matrix], biases: Sequence[Tensor | None], dtype: torch.dtype, device: str | torch.device
 ) -> Tensor | None:
     if all(bias is None for bias in biases):
         return None
     return torch.cat(
         [
-            torch.zeros(len(part), dtype=dtype, device=device) if bias is None else bias.to(device, dtype, copy=True)
+            torch.zeros(part.shape[0], dtype=dtype, device=device) if bias is None else bias.to(device, dtype)
             for part, bias in zip(parts, biases, strict=True)
         ]
     )
+
+
+def _pack(parts: Sequence[Tensor | Matrix], dtype: torch.dtype) -> Tensor:
+    """``parts`` one below the other in the layout that the library chooses.
+
+    Its layouts are blocks of rows in order, so the matrix is packed some rows at a time and is never there twice. The
+    layout is the library's own affair: if the outcome does not multiply as its pieces do, the whole is packed at once.
+    """
+    if all(part.shape[0] % _BLOCK_ROWS == 0 for part in parts[:-1]):
+        packed = _packed_in_pieces(parts, dtype)
+        if packed is not None:
+            return packed
+    whole: Tensor = torch.ops.mkldnn._reorder_linear_weight(_joined(parts, dtype, "cpu"), None)
+    return whole
+
+
+def _packed_in_pieces(parts: Sequence[Tensor | Matrix], dtype: torch.dtype) -> Tensor | None:
+    """The packed matrix, or None if its layout is not that of its pieces in order."""
+    ops = torch.ops.mkldnn
+    out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    # Memory that was never written is read as the system's page of zeros, so this source takes no memory.
+    packed: Tensor = ops._reorder_linear_weight(torch.empty(out_features, in_features, dtype=dtype), None)
+    start, size = ops.data_ptr(packed), ops._nbytes(packed)
+    row_bytes = size // (-(-out_features // _BLOCK_ROWS) * _BLOCK_ROWS)
+    probe = torch.arange(in_features).remainder(7).sub(3).to(dtype).unsqueeze(0)
+    expected = torch.empty(1, out_features, dtype=dtype)
+    unlike: list[_Piece] = []
+
+    def fill(piece: _Piece) -> None:
+        block = ops._reorder_linear_weight(piece.read().to(dtype), None)
+        piece.release()
+        offset, block_bytes = piece.row * row_bytes, ops._nbytes(block)
+        if offset + block_bytes > size:
+            unlike.append(piece)
+            return
+        ctypes.memmove(start + offset, ops.data_ptr(block), block_bytes)
+        product = ops._linear_pointwise(probe, block, None, "none", [], "")
+        expected[:, piece.row : piece.row + piece.num_rows] = product
+
+    run_jobs(partial(fill, piece) for piece in _pieces(parts, dtype))
+    if unlike:
+        return None
+    product = ops._linear_pointwise(probe, packed, None, "none", [], "")
+    scale = float(expected.abs().max()) + 1e-30
+    return packed if torch.allclose(product, expected, rtol=0.02, atol=0.02 * scale, equal_nan=True) else None

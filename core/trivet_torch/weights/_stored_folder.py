@@ -95,6 +95,14 @@ class _FolderWeights(StoredWeights):
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._view(name).to(dtype)
 
+    def _range(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return self._view(name)[start:stop].to(dtype)
+
+    def _release_rows(self, name: str, start: int, stop: int) -> None:
+        entry = self._entry(name)
+        row_bytes = (entry.end - entry.start) // entry.shape[0]
+        entry.file.release(entry.start + start * row_bytes, entry.start + stop * row_bytes)
+
     def linear(self, name: str) -> StoredLinear:
         weight = f"{name}.weight"
         rows, columns = self._matrix_shape(weight)

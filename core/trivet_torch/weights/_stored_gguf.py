@@ -103,6 +103,20 @@ class _GGUFWeights(StoredWeights):
         self._used.add(name)
         return _values(self._raw(entry), entry, entry.shape, dtype)
 
+    def _range(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        entry = self._entry(name)
+        self._used.add(name)
+        if entry.order is None:
+            raw = self._bytes[entry.start + start * entry.row_bytes : entry.start + stop * entry.row_bytes]
+        else:
+            raw = self._rows_of(entry).take(entry.order[start:stop], axis=0).reshape(-1)
+        return _values(raw, entry, (stop - start, *entry.shape[1:]), dtype)
+
+    def _release_rows(self, name: str, start: int, stop: int) -> None:
+        entry = self._entry(name)
+        # Rows in another order are near in the file (those of a head).
+        self._file.release(entry.start + start * entry.row_bytes, entry.start + stop * entry.row_bytes)
+
     def linear(self, name: str) -> StoredLinear:
         weight = f"{name}.weight"
         rows, columns = self._matrix_shape(weight)
@@ -123,8 +137,9 @@ class _GGUFWeights(StoredWeights):
         index = indices.numpy()
         if entry.order is not None:
             index = entry.order[index]
-        rows = self._bytes[entry.start : entry.end].reshape(entry.shape[0], -1)
-        return _values(rows.take(index, axis=0).reshape(-1), entry, (len(index), *entry.shape[1:]), dtype)
+        return _values(
+            self._rows_of(entry).take(index, axis=0).reshape(-1), entry, (len(index), *entry.shape[1:]), dtype
+        )
 
     def release(self, name: str) -> None:
         entry = self._entry(name)
@@ -140,12 +155,15 @@ class _GGUFWeights(StoredWeights):
             raise self._missing(name)
         return entry
 
+    def _rows_of(self, entry: _Entry) -> _Bytes:
+        """The tensor's blocks as the file has them, ``[rows, bytes per row]``."""
+        return self._bytes[entry.start : entry.end].reshape(entry.shape[0], -1)
+
     def _raw(self, entry: _Entry) -> _Bytes:
         """The tensor's blocks, ``[nbytes]``, its rows in the checkpoint's order."""
-        raw = self._bytes[entry.start : entry.end]
         if entry.order is None:
-            return raw
-        ordered: _Bytes = raw.reshape(entry.shape[0], -1).take(entry.order, axis=0).reshape(-1)
+            return self._bytes[entry.start : entry.end]
+        ordered: _Bytes = self._rows_of(entry).take(entry.order, axis=0).reshape(-1)
         return ordered
 
 

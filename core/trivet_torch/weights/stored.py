@@ -24,6 +24,25 @@ if TYPE_CHECKING:
     from trivet.roles import StoredLinear
 
 
+class StoredMatrix:
+    """A matrix ``[rows, columns]`` of :class:`StoredWeights`, read some rows at a time and let go of at once."""
+
+    def __init__(self, weights: StoredWeights, name: str, dtype: torch.dtype) -> None:
+        """See :meth:`StoredWeights.matrix`."""
+        self.shape = weights._matrix_shape(name)
+        self._weights = weights
+        self._name = name
+        self._dtype = dtype
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows ``[start, stop)``; may be a view of the file, which must not be written."""
+        return self._weights._range(self._name, start, stop, self._dtype)
+
+    def release(self, start: int, stop: int) -> None:
+        """Rows ``[start, stop)`` are not used any more: their pages of the file need not stay in memory."""
+        self._weights._release_rows(self._name, start, stop)
+
+
 class StoredWeights(ABC):
     """The tensors of one model, named as in its Hugging Face checkpoint whatever the file's format.
 
@@ -100,6 +119,19 @@ class StoredWeights(ABC):
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor in ``dtype`` on the CPU. It may be a view of the file: it must not be written, and lives as long as
         these weights. Raises :class:`trivet.errors.ModelLoadError` for an unknown name."""
+
+    def matrix(self, name: str, dtype: torch.dtype) -> StoredMatrix:
+        """A matrix that is read in ``dtype`` some rows at a time, for :func:`trivet_torch.linear.make_linear`. Raises
+        :class:`trivet.errors.ModelLoadError` for an unknown name and for what is no matrix."""
+        return StoredMatrix(self, name, dtype)
+
+    @abstractmethod
+    def _range(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Rows ``[start, stop)``."""
+
+    @abstractmethod
+    def _release_rows(self, name: str, start: int, stop: int) -> None:
+        """As :meth:`release`, for rows ``[start, stop)``."""
 
     @abstractmethod
     def linear(self, name: str) -> StoredLinear:

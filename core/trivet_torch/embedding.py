@@ -1,0 +1,79 @@
+"""Rows of the embedding matrix by token id."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trivet_torch.weights.stored import StoredWeights
+
+
+class Embedding(ABC):
+    """Maps token ids to rows of a matrix ``[num_embeddings, hidden_size]``, times ``scale``.
+
+    Some models (Gemma) multiply embeddings by a constant. Like the weights it is rounded to ``dtype``, in which the
+    product is formed, as in transformers.
+    """
+
+    num_embeddings: int
+    hidden_size: int
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, scale: float) -> None:
+        """Keep what all kinds have."""
+        self.num_embeddings, self.hidden_size = shape
+        self._scale = None if scale == 1.0 else float(torch.tensor(scale, dtype=dtype))
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Token ids ``[T]`` int64 to ``[T, hidden_size]``, new memory."""
+        rows = self._rows(ids)
+        return rows if self._scale is None else rows.mul_(self._scale)
+
+    @abstractmethod
+    def _rows(self, ids: Tensor) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the matrix takes."""
+
+
+class FileEmbedding(Embedding):
+    """Reads and converts the rows it needs from the mapped file, on the CPU; the matrix takes no memory of its own."""
+
+    def __init__(self, weights: StoredWeights, name: str, *, dtype: torch.dtype, scale: float = 1.0) -> None:
+        """Look up the tensor ``name`` of ``weights``, which must stay open. Raises
+        :class:`trivet.errors.ModelLoadError` if there is none."""
+        super().__init__(weights.shape(name), dtype, scale)
+        self._weights = weights
+        self._name = name
+        self._dtype = dtype
+        weights.rows(name, torch.zeros(1, dtype=torch.int64), dtype)  # a type that cannot be read shows now
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        return self._weights.rows(self._name, ids, self._dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        return 0
+
+
+class DeviceEmbedding(Embedding):
+    """Looks rows up in a matrix in memory, on any device."""
+
+    def __init__(self, weight: Tensor, *, scale: float = 1.0) -> None:
+        """Keep ``weight`` ``[num_embeddings, hidden_size]``."""
+        super().__init__(weight.shape, weight.dtype, scale)
+        self.weight = weight
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self.weight)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight.nbytes
