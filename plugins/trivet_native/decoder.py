@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,10 +25,27 @@ class Decoder:
     """Embedding, layers, norm and head."""
 
     def __init__(
-        self, spec: DecoderSpec, embedding: Embedding, blocks: Sequence[Block], norm: Tensor, head: Linear, ops: Ops
+        self,
+        spec: DecoderSpec,
+        embedding: Embedding,
+        blocks: Sequence[Block],
+        norm: Tensor,
+        head: Linear,
+        ops: Ops,
+        *,
+        compiled: bool = False,
     ) -> None:
+        """With ``compiled`` torch.compile gets what lies between attention calls; blocks must be made of torch's own
+        operations then, without scratch memory. Mixtures of experts depend on the data and stay as they are."""
         self._spec, self._embedding, self._blocks = spec, embedding, blocks
         self._norm, self._head, self._ops = norm, head, ops
+        self._pieces = [(block.before, block.after) for block in blocks]
+        if compiled:
+            compile_: Any = functools.partial(torch.compile, dynamic=True)
+            self._pieces = [
+                (compile_(block.before), compile_(block.after) if layer.experts is None else block.after)
+                for block, layer in zip(blocks, spec.layers, strict=True)
+            ]
 
     def body(
         self, ids: Tensor, positions: Tensor, attend: Attend, wanted: Collection[int] = ()
@@ -34,9 +54,9 @@ class Decoder:
         residual = self._embedding(ids)
         delta: Tensor | None = None
         outputs: dict[int, Tensor] = {}
-        for index, block in enumerate(self._blocks):
-            query, key, value = block.before(residual, delta, positions)
-            delta = block.after(residual, attend(index, query, key, value))
+        for index, (before, after) in enumerate(self._pieces):
+            query, key, value = before(residual, delta, positions)
+            delta = after(residual, attend(index, query, key, value))
             if index in wanted:
                 outputs[index] = residual + delta
         return residual if delta is None else residual.add_(delta), outputs

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from trivet.errors import ModelLoadError
 from trivet.roles.kv import LayerKVSpec
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
 from trivet_kernels.ops import ops_for
+from trivet_kernels.reference.ops import ReferenceOps
 from trivet_native.decoder import Decoder
 from trivet_native.families import make_spec
 from trivet_native.loading import Loader
@@ -20,7 +22,8 @@ from trivet_torch.weights.stored import open_weights
 
 if TYPE_CHECKING:
     from trivet.context import WorkerContext
-    from trivet.roles import Attention, AttentionMetadata, KVLayout
+    from trivet.roles import Attention, AttentionMetadata, KVLayout, Quantization
+    from trivet_kernels.ops import Ops
     from trivet_native.options import NativeOptions
     from trivet_native.spec import LayerSpec
     from trivet_torch.weights.stored import StoredWeights
@@ -65,15 +68,17 @@ class NativeModel(Model):
 
     def _build(self, weights: StoredWeights, device: torch.device) -> Decoder:
         spec = self._spec
-        ops = ops_for(device)
+        compiled = self._options.compile
+        ops: Ops = ReferenceOps() if compiled else ops_for(device)
         loader = Loader(
             weights,
             spec,
             dtype=self._dtype,
             device=device,
-            quantization=self._context.get("quantization"),
+            quantization=self._quantization(),
             ops=ops,
             tables=[rope_table(weights.config, rope, self._max_len).to(device) for rope in spec.ropes],
+            plain=compiled,
         )
         decoder = Decoder(
             spec,
@@ -82,9 +87,19 @@ class NativeModel(Model):
             loader.final_norm(),
             loader.head(),
             ops,
+            compiled=compiled,
         )
         loader.finish()
         return decoder
+
+    def _quantization(self) -> Quantization | None:
+        found: Quantization | None = self._context.get("quantization")
+        if found is not None and self._options.compile:
+            raise ModelLoadError(
+                "plugins.model.compile and plugins.quantization exclude each other: what is compiled multiplies with "
+                "plain weights; leave one of them out"
+            )
+        return found
 
     def kv_specs(self) -> list[LayerKVSpec]:
         spec = self._spec
