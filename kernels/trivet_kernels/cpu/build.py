@@ -9,11 +9,13 @@ torch's own operations; :func:`problem` says why.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -60,10 +62,21 @@ def _outcome() -> tuple[ctypes.CDLL | None, str | None]:
 @functools.cache
 def _build_and_load() -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        return load(build(usable_levels(), cache_folder())), None
+        return load(_built()), None
     except (BuildError, OSError, subprocess.SubprocessError) as error:
         logger.warning("native CPU kernels are not available, torch's own operations are used instead: %s", error)
         return None, str(error)
+
+
+def _built() -> Path:
+    """The library in the cache folder, or where nothing can be written to that, in a folder for this process only."""
+    try:
+        return build(usable_levels(), cache_folder())
+    except OSError as error:
+        folder = tempfile.mkdtemp(prefix="trivet-kernels-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        logger.warning("native CPU kernels are compiled anew at every start: nothing can be kept: %s", error)
+        return build(usable_levels(), Path(folder))
 
 
 def cache_folder() -> Path:
@@ -80,6 +93,7 @@ def build(levels: Sequence[Level], folder: Path) -> Path:
 
     Raises:
         BuildError: There is no compiler, or it fails for every level; the message ends with what it says.
+        OSError: Nothing can be written to ``folder``.
     """
     found = compiler()
     if found is None:
@@ -118,7 +132,13 @@ def _compile(command: list[str], linker: str, sources: Sequence[Path], target: P
             )
             for source, out in zip(sources, objects, strict=True)
         ]
-        outputs = [(process, process.communicate(timeout=_TIMEOUT)[0]) for process in running]
+        try:
+            outputs = [(process, process.communicate(timeout=_TIMEOUT)[0]) for process in running]
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
         failed = [output for process, output in outputs if process.returncode]
         if failed:
             return failed[0] or "the compiler failed without a word"
@@ -166,7 +186,7 @@ def _openmp_runtime() -> str | None:
 def _digest(found: str, level: Level) -> str:
     version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603
     digest = hashlib.sha256()
-    for part in (found, version, *_FLAGS, *level.flags):
+    for part in (found, version, platform.machine(), *platform.libc_ver(), *_FLAGS, *level.flags):
         digest.update(part.encode() + b"\0")
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
