@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,6 +177,24 @@ def test_what_does_not_fit_together_is_refused(ops: NativeOps) -> None:
         ops.rotary(three, three.clone(), torch.arange(2), torch.ones(4, 10))
     with pytest.raises(ValueError, match="norm's weight"):
         ops.rotary(three, three.clone(), torch.arange(2), torch.ones(4, 8), key_weight=torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", ["silu", "tanh", "erf"])
+def test_activations_are_accurate_to_the_last_bits(ops: NativeOps, kind: str) -> None:
+    gate = torch.linspace(-40, 80, 1 << 16)[None]
+    wide = gate.double()
+    x = torch.cat((gate, torch.ones_like(gate)), 1)
+    if kind == "silu":
+        got, want = ops.silu_and_mul(x), wide * torch.sigmoid(wide)
+    elif kind == "tanh":
+        inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+        got, want = ops.gelu_and_mul(x), wide * torch.sigmoid(2 * inner)
+    else:
+        got = ops.gelu_and_mul(x, approximate=False)
+        want = wide * 0.5 * torch.special.erfc(wide / -math.sqrt(2))
+    error, last = (got.double() - want).abs(), 2.0**-23
+    assert float((error / want.abs())[gate > -1].max()) < 3 * last
+    assert float(error[gate <= -1].max()) < 2 * last
 
 
 @pytest.mark.parametrize("position", [-1, 4, 1 << 40])
