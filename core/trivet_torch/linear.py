@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +19,10 @@ from trivet_torch.weights.gguf_dequant import run_jobs
 _PIECE_BYTES = 4 << 20
 # ... and are a multiple of the rows in a block of oneDNN's layouts (at most 64).
 _BLOCK_ROWS = 64
+# A matrix by itself up to this size is packed in one go: fewer steps, and a second copy of it is no harm.
+_WHOLE_BYTES = 16 << 20
+# After a matrix of this size the allocator gives back what packing has used.
+_TRIM_BYTES = 8 << 20
 
 
 class Matrix(Protocol):
@@ -87,6 +92,8 @@ class PackedLinear(Linear):
         self.in_features = parts[0].shape[1]
         self.bias = bias
         self._packed = _pack(parts, dtype)
+        if self.weight_bytes >= _TRIM_BYTES:
+            _trim()
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -198,12 +205,21 @@ def _pack(parts: Sequence[Tensor | Matrix], dtype: torch.dtype) -> Tensor:
     Its layouts are blocks of rows in order, so the matrix is packed some rows at a time and is never there twice. The
     layout is the library's own affair: if the outcome does not multiply as its pieces do, the whole is packed at once.
     """
+    size = sum(part.shape[0] for part in parts) * parts[0].shape[1] * dtype.itemsize
+    if len(parts) == 1 and size <= _WHOLE_BYTES:
+        return _packed_whole(parts[0], dtype)
     if all(part.shape[0] % _BLOCK_ROWS == 0 for part in parts[:-1]):
         packed = _packed_in_pieces(parts, dtype)
         if packed is not None:
             return packed
-    whole: Tensor = torch.ops.mkldnn._reorder_linear_weight(_joined(parts, dtype, "cpu"), None)
-    return whole
+    return _packed_whole(_joined(parts, dtype, "cpu"), dtype)
+
+
+def _packed_whole(part: Tensor | Matrix, dtype: torch.dtype) -> Tensor:
+    piece = _Piece(part, 0, part.shape[0], 0)
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(piece.read().to(dtype), None)
+    piece.release()
+    return packed
 
 
 def _packed_in_pieces(parts: Sequence[Tensor | Matrix], dtype: torch.dtype) -> Tensor | None:
@@ -235,3 +251,10 @@ def _packed_in_pieces(parts: Sequence[Tensor | Matrix], dtype: torch.dtype) -> T
     product = ops._linear_pointwise(probe, packed, None, "none", [], "")
     scale = float(expected.abs().max()) + 1e-30
     return packed if torch.allclose(product, expected, rtol=0.02, atol=0.02 * scale, equal_nan=True) else None
+
+
+def _trim() -> None:
+    """Have the C library give back freed memory that it keeps for later, which packing leaves in pieces."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
