@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trivet_kernels.cpu.build import library
+from trivet_kernels.cpu import build
 from trivet_kernels.cpu.ops import NativeOps
 from trivet_kernels.ops import Ops, ops_for
 from trivet_kernels.reference.ops import ReferenceOps
@@ -53,7 +53,12 @@ def rotated(heads: Tensor, positions: Tensor, table: Tensor, interleaved: bool) 
 
 
 def test_a_cpu_with_a_compiler_gets_native_operations() -> None:
-    assert isinstance(ops_for(CPU), ReferenceOps if library() is None else NativeOps)
+    assert isinstance(ops_for(CPU), ReferenceOps if build.library() is None else NativeOps)
+
+
+def test_a_cpu_without_a_compiler_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "library", lambda: None)
+    assert isinstance(ops_for(CPU), ReferenceOps)
 
 
 def test_devices_without_operations_of_their_own_get_torch() -> None:
