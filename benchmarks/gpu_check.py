@@ -11,9 +11,10 @@ bfloat16 matrix products, speed the attention kernels on shapes of models of 7 a
 gains, sampling_speed a step's draws over a vocabulary of 151,936. decode writes a model with random weights and decodes
 with and without CUDA graphs: time of a step, and its share of the time that reading weights and keys would take.
 
-Each part has its own time limit, and all together have ``--budget``. A part that fails or runs over is reported and does
-not stop the others; the exit code is then 1. ``--interpret`` runs the kernels in Triton's interpreter on the CPU, on tiny shapes with ``--quick``,
-which tests nothing but the script. With OUT set, results are also written to ``$OUT/gpu_check.json``.
+Each part has its own time limit, and all together have ``--budget``. A part that fails or runs over is reported and
+does not stop the others; the exit code is then 1. ``--interpret`` runs the kernels in Triton's interpreter on the CPU,
+on tiny shapes with ``--quick``, which tests nothing but the script. With OUT set, results are also written to
+``$OUT/gpu_check.json``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ class OverTimeError(Exception):
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
     """Raise :class:`OverTimeError` in the block when it has taken ``seconds``, at the next Python instruction."""
-
     if seconds <= 0:
         raise OverTimeError("no time is left of the budget")
 
