@@ -1,0 +1,72 @@
+"""Embeddings looked up in a file or in memory are the same rows, scaled as transformers scales them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_gguf_models import MODELS, make_model, write_gguf
+
+from trivet.errors import ModelLoadError
+from trivet_torch.embedding import DeviceEmbedding, FileEmbedding
+from trivet_torch.weights.stored import open_weights
+
+NAME = "model.embed_tokens.weight"
+IDS = torch.tensor([5, 0, 95, 5, 17])
+
+
+@pytest.fixture(params=["folder", "gguf"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    model = make_model("gemma3")
+    if request.param == "folder":
+        model.save_pretrained(tmp_path / "hf")
+        return tmp_path / "hf"
+    return write_gguf(tmp_path / "model.gguf", model, MODELS["gemma3"][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_of_transformers(location: Path, dtype: torch.dtype) -> None:
+    embed = make_model("gemma3").to(dtype).model.embed_tokens
+    want = embed(IDS)
+    scale = 64**0.5
+    weights = open_weights(location)
+    for embedding in (
+        FileEmbedding(weights, NAME, dtype=dtype, scale=scale),
+        DeviceEmbedding(weights.tensor(NAME, dtype), scale=scale),
+    ):
+        assert (embedding.num_embeddings, embedding.hidden_size) == (96, 64)
+        got = embedding(IDS)
+        assert got.dtype == dtype
+        assert torch.equal(got, want)
+        assert embedding(IDS[:0]).shape == (0, 64)
+
+
+def test_the_scale_is_rounded_to_the_models_dtype() -> None:
+    weight = torch.full((4, 8), 3.0, dtype=torch.bfloat16)
+    scale = 640**0.5  # 25.298..., in bfloat16 25.25
+    want = weight[:1] * torch.tensor(scale, dtype=torch.bfloat16)
+    assert torch.equal(DeviceEmbedding(weight, scale=scale)(torch.tensor([2])), want)
+
+
+def test_results_may_be_written(location: Path) -> None:
+    weights = open_weights(location)
+    for embedding in (
+        FileEmbedding(weights, NAME, dtype=torch.float32),
+        DeviceEmbedding(weights.tensor(NAME, torch.float32)),
+    ):
+        before = embedding(IDS)
+        before.clone().add_(1)
+        embedding(IDS).zero_()
+        assert torch.equal(embedding(IDS), before)
+
+
+def test_bytes_in_memory(location: Path) -> None:
+    weights = open_weights(location)
+    assert FileEmbedding(weights, NAME, dtype=torch.float32).weight_bytes == 0
+    assert DeviceEmbedding(weights.tensor(NAME, torch.bfloat16)).weight_bytes == 96 * 64 * 2
+
+
+def test_a_missing_matrix_is_named(location: Path) -> None:
+    with pytest.raises(ModelLoadError, match="hold no tensor 'model.embeddings.weight'"):
+        FileEmbedding(open_weights(location), "model.embeddings.weight", dtype=torch.float32)
