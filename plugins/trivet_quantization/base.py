@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,10 +30,13 @@ _MAX_COLUMNS = 65536
 
 
 class PackingQuantization(Quantization):
-    """Packs weights for the native CPU kernels."""
+    """Packs weights for the native CPU kernels, or has torchao convert them on an accelerator."""
 
     def __init__(self, context: WorkerContext, options: Int8Options | Int4Options | GgufOptions) -> None:
         self.options = options
+        self._config = context.config
+        self._device = context.device
+        self._accelerated = context.device.partition(":")[0] != "cpu"
         self._act_group = options.activation_group
         self._act_bits = 16 if options.activations == "int16" else 8
 
@@ -47,6 +50,8 @@ class PackingQuantization(Quantization):
 
     def linear(self, parts: Sequence[StoredLinear]) -> Linear:
         biases = [part.tensors.get("bias") for part in parts]
+        if self._accelerated:
+            return self._convert(parts, biases)
         sources = [self._source(part) for part in parts]
         return pack(sources, biases, act_group=self._act_group, act_bits=self._act_bits)
 
@@ -57,6 +62,19 @@ class PackingQuantization(Quantization):
     @abstractmethod
     def _source(self, part: StoredLinear) -> Source:
         """The part in the format that is meant for it."""
+
+    @abstractmethod
+    def _torchao_config(self, part: StoredLinear) -> Any:
+        """What torchao makes of the part."""
+
+    def _convert(self, parts: Sequence[StoredLinear], biases: Sequence[Tensor | None]) -> Linear:
+        from trivet_quantization.accelerator import convert
+        from trivet_torch.dtypes import resolve_dtype
+
+        dtype = resolve_dtype(self._config.dtype, self._config.model, self._device)
+        weights = [floats(part, 0, part.shape[0]) for part in parts]
+        # The parts of a fused layer are alike: their formats differ by what a layer is for.
+        return convert(weights, biases, self._torchao_config(parts[0]), device=self._device, dtype=dtype)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -78,12 +96,14 @@ def blocks_of(stored: str) -> GGMLType | None:
 def as_stored(part: StoredLinear, kind: GGMLType) -> Source:
     """The part's blocks of type ``kind`` as they are."""
     blocks = part.tensors["weight"]
-    return Source(FORMATS[kind], *part.shape, lambda begin, end: read_blocks(kind, torch.tensor(blocks[begin:end])))
+    return Source(
+        part.name, FORMATS[kind], *part.shape, lambda begin, end: read_blocks(kind, torch.tensor(blocks[begin:end]))
+    )
 
 
 def rounded(part: StoredLinear, form: Format) -> Source:
     """The part rounded to ``form``, through float32."""
-    return Source(form, *part.shape, lambda begin, end: round_to(form, floats(part, begin, end)))
+    return Source(part.name, form, *part.shape, lambda begin, end: round_to(form, floats(part, begin, end)))
 
 
 def floats(part: StoredLinear, begin: int, end: int) -> Tensor:

@@ -24,27 +24,34 @@ class Format:
     zero_point: int
     offsets: bool = False
     wide_scale: bool = False
+    factor: float = 1.0  #: of scales and offsets: float16 numbers times it
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A matrix that can be had some rows at a time, in one format."""
 
+    name: str
     format: Format
     rows: int
     columns: int
     read: Callable[[int, int], QuantizedMatrix]  #: rows ``[begin, end)``
 
 
+# float16 has 11 bits from 6e-5 on, and scales of weights are often smaller.
+_FACTOR = 2.0**-10
+
+
 def eight_bits(group: int | None, columns: int) -> Format:
     """Symmetric, with a scale per ``group`` values or per row."""
-    segment = min(group or columns, -(-columns // 16) * 16)
-    return Format(segment, bits=8, zero_point=128, wide_scale=segment > 64)
+    whole = -(-columns // 16) * 16
+    segment = min(group or whole, whole)
+    return Format(segment, bits=8, zero_point=128, wide_scale=segment > 64, factor=_FACTOR)
 
 
 def four_bits(*, offsets: bool) -> Format:
     """Groups of 32 values with a scale, and an offset if wanted."""
-    return Format(32, bits=4, zero_point=0 if offsets else 8, offsets=offsets)
+    return Format(32, bits=4, zero_point=0 if offsets else 8, offsets=offsets, factor=_FACTOR)
 
 
 def round_to(form: Format, weight: Tensor) -> QuantizedMatrix:

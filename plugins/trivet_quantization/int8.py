@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from trivet_quantization.base import PackingQuantization, as_stored, blocks_of, rounded
 from trivet_quantization.blocks import FORMATS
@@ -25,6 +26,11 @@ class Int8(PackingQuantization):
         form = eight_bits(self._group, part.shape[1])
         kind = blocks_of(part.stored)
         # Blocks of eight bits or less are taken as they are where they have the group's size.
-        if kind is not None and FORMATS[kind] == form:
+        if kind is not None and dataclasses.replace(FORMATS[kind], factor=form.factor) == form:
             return as_stored(part, kind)
         return rounded(part, form)
+
+    def _torchao_config(self, part: StoredLinear) -> Any:
+        from trivet_quantization.accelerator import eight_bit_config
+
+        return eight_bit_config(dynamic=self._act_bits == 8)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
+from trivet.errors import ModelLoadError
+from trivet_kernels.cpu import build
 from trivet_kernels.cpu.linear import QuantizedLinear
 from trivet_torch.linear import Linear
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trivet_kernels.reference.quantized import QuantizedMatrix
     from trivet_quantization.formats import Source
 
 # Elements that are converted at a time.
@@ -47,11 +50,39 @@ class JoinedLinear(Linear):
         return sum(layer.weight_bytes for layer in self._layers)
 
 
+class DequantizingLinear(Linear):
+    """Weights that are turned into floats in every call, a piece at a time: for machines without a C compiler."""
+
+    def __init__(self, sources: Sequence[Source], bias: Tensor | None) -> None:
+        """Keep the integers of all sources, a byte each."""
+        self.in_features = sources[0].columns
+        self.out_features = sum(source.rows for source in sources)
+        self._pieces = [piece for source in sources for piece in _pieces(source)]
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, in_features]`` -> ``[T, out_features]``."""
+        out = x.new_empty(x.shape[0], self.out_features)
+        begin = 0
+        for piece in self._pieces:
+            end = begin + piece.out_features
+            out[:, begin:end] = x @ piece.dequantized().to(x.dtype).T
+            begin = end
+        return out if self._bias is None else out.add_(self._bias)
+
+    @property
+    def weight_bytes(self) -> int:
+        tensors = [t for piece in self._pieces for t in (piece.values, piece.scale, piece.offset)]
+        return sum(tensor.nbytes for tensor in (*tensors, self._bias) if tensor is not None)
+
+
 def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, act_group: int | None, act_bits: int) -> Linear:
     """One layer with the outputs of all sources side by side.
 
     Matrices are converted and packed a piece at a time. Neighbours of one format become one matrix.
     """
+    if build.library() is None:
+        return DequantizingLinear(sources, _joined(list(zip(sources, biases, strict=True))))
     layers = []
     for form, run in groupby(zip(sources, biases, strict=True), key=lambda pair: pair[0].format):
         parts = list(run)
@@ -63,18 +94,29 @@ def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, act_grou
             zero_point=form.zero_point,
             offsets=form.offsets,
             wide_scale=form.wide_scale,
+            factor=form.factor,
             act_group=None if act_group is None else max(act_group, form.segment),
             act_bits=act_bits,
             bias=_joined(parts),
         )
         first = 0
         for source, _ in parts:
-            step = max(1, _CHUNK // source.columns)
-            for begin in range(0, source.rows, step):
-                layer.put(source.read(begin, min(begin + step, source.rows)), first + begin)
-            first += source.rows
+            for piece in _pieces(source):
+                try:
+                    layer.put(piece, first)
+                except OverflowError as error:
+                    raise ModelLoadError(
+                        f"the weights of {source.name} cannot be quantised: {error}; the file is damaged, or list the "
+                        "layer under plugins.quantization.exclude"
+                    ) from error
+                first += piece.out_features
         layers.append(layer)
     return layers[0] if len(layers) == 1 else JoinedLinear(layers)
+
+
+def _pieces(source: Source) -> Iterator[QuantizedMatrix]:
+    step = max(1, _CHUNK // source.columns)
+    return (source.read(begin, min(begin + step, source.rows)) for begin in range(0, source.rows, step))
 
 
 def _joined(parts: Sequence[tuple[Source, Tensor | None]]) -> Tensor | None:

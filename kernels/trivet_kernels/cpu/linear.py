@@ -59,6 +59,7 @@ class QuantizedLinear:
         zero_point: int,
         offsets: bool = False,
         wide_scale: bool = False,
+        factor: float = 1.0,
         act_group: int | None = None,
         act_bits: int = 8,
         bias: Tensor | None = None,
@@ -73,7 +74,8 @@ class QuantizedLinear:
             bits: 4 or 8.
             zero_point: The stored value that stands for zero.
             offsets: Whether segments have offsets.
-            wide_scale: Keep scales in float32 instead of float16 times a factor of the whole matrix.
+            wide_scale: Keep scales in float32 instead of float16.
+            factor: Scales and offsets are stored as multiples of it, so that they are in float16's range.
             act_group: Values of an activation that share a scale: a multiple of ``segment``, or None for whole rows.
                 It is shortened to the row.
             act_bits: 8 or 16 bits for an activation; with 16 each is rounded to two bytes.
@@ -114,7 +116,7 @@ class QuantizedLinear:
             zero_point=zero_point,
             wide_scale=wide_scale,
             planes=act_bits // 8,
-            factor=1.0,
+            factor=factor,
         )
         self._address = ctypes.addressof(self._layer)
         self._multiply, self._pack = functions
@@ -149,7 +151,7 @@ class QuantizedLinear:
 
     def put(self, matrix: QuantizedMatrix, first: int = 0) -> None:
         """Pack rows of the matrix, the first of which is row ``first``. Scales are rounded to float16 unless they are
-        wide."""
+        wide; raises :class:`OverflowError` if one is beyond its range."""
         layer = self._layer
         assert (matrix.in_features, matrix.segment, matrix.bits, matrix.zero_point) == (
             layer.in_features,
@@ -163,7 +165,10 @@ class QuantizedLinear:
         rows = torch.arange(first, first + len(values))
         for stored, given in ((self._scale, matrix.scale), (self._offset, matrix.offset)):
             if stored is not None and given is not None:
-                stored.transpose(1, 2)[rows // PANEL, rows % PANEL, : given.shape[1]] = given.to(stored.dtype)
+                scaled = (given / layer.factor).to(stored.dtype)
+                if not scaled.isfinite().all():
+                    raise OverflowError(f"a scale of {given.abs().max().item():g} is too large for float16")
+                stored.transpose(1, 2)[rows // PANEL, rows % PANEL, : given.shape[1]] = scaled
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` ``[T, in]`` float32 or bfloat16 (other types are converted), rows may be strided. Writes to ``out``

@@ -1,0 +1,359 @@
+"""The providers ``int8``, ``int4`` and ``gguf``: what they take, and how close their products are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from torch import Tensor
+
+from trivet.errors import ModelLoadError, PluginError
+from trivet.roles import StoredLinear
+from trivet.testing.suites import Suite
+from trivet_kernels.cpu import build
+from trivet_quantization.blocks import FORMATS
+from trivet_quantization.gguf import Gguf
+from trivet_quantization.int4 import Int4
+from trivet_quantization.int8 import Int8
+from trivet_quantization.layers import DequantizingLinear, JoinedLinear, PackedQuantizedLinear
+from trivet_quantization.options import GgufOptions, Int4Options, Int8Options
+
+# gguf-py has no quantisation for the K types, only dequantisation: their blocks are made of random bytes.
+HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+
+
+def context(device: str = "cpu", dtype: str = "float32") -> Any:
+    return SimpleNamespace(device=device, config=SimpleNamespace(dtype=dtype, model="fake"))
+
+
+def int8(**options: Any) -> Int8:
+    return Int8(context(), Int8Options(**options))
+
+
+def int4(**options: Any) -> Int4:
+    return Int4(context(), Int4Options(**options))
+
+
+def gguf(**options: Any) -> Gguf:
+    return Gguf(context(), GgufOptions(**options))
+
+
+def floats(out: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(out, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def stored(weight: Tensor, name: str = "model.layers.0.mlp.up_proj", bias: Tensor | None = None) -> StoredLinear:
+    tensors = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    return StoredLinear(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch."), tensors)
+
+
+def blocks(kind: str, out: int, columns: int, name: str = "model.layers.0.mlp.up_proj") -> tuple[StoredLinear, Tensor]:
+    """A matrix of GGUF blocks, and the weights that they are by gguf-py."""
+    ggml = GGMLQuantizationType[kind]
+    rng = np.random.default_rng(3)
+    if kind in HALVES:
+        size, width = {"IQ4_NL": (32, 18)}.get(kind, (256, None))
+        width = width or quants.quant_shape_to_byte_shape((256,), ggml)[0]
+        raw = rng.integers(0, 256, (out * columns // size, width), dtype=np.uint8)
+        for at in HALVES[kind]:
+            scale = (rng.random((len(raw), 1)) * 0.002 + 0.0005).astype(np.float16)
+            raw[:, at : at + 2] = scale.view(np.uint8)
+        raw = raw.reshape(out, -1)
+    else:
+        raw = quants.quantize(rng.normal(size=(out, columns)).astype(np.float32) * 0.05, ggml)
+    part = StoredLinear(name, (out, columns), kind, {"weight": raw})
+    return part, torch.from_numpy(quants.dequantize(raw, ggml).astype(np.float32)).view(out, columns)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def tokens(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("quantization", "most"),
+    [
+        (int8(), 0.009),
+        (int8(group=None, activation_group=None), 0.014),
+        (int8(group=128, activation_group=128), 0.012),
+        (int8(activations="int16"), 0.006),
+        (int4(), 0.085),
+        (int4(offsets=False), 0.095),
+        (int4(activations="int16"), 0.085),
+        (int4(eight_bits=["*.up_proj"]), 0.009),
+    ],
+)
+def test_products_are_close(quantization: Int8 | Int4, most: float, dtype: torch.dtype) -> None:
+    weight, bias = floats(96, 200).to(dtype), torch.linspace(-1, 1, 96)
+    x = tokens(5, 200)
+    layer = quantization.linear([stored(weight, bias=bias)])
+    assert (layer.in_features, layer.out_features) == (200, 96)
+    assert error(layer(x) - bias, x @ weight.float().T) < most
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in FORMATS])
+@pytest.mark.parametrize("columns", [256, 768])
+def test_blocks_are_taken_over(kind: str, columns: int) -> None:
+    """Only activations are rounded: to sixteen bits here, so that nothing hides behind that."""
+    part, weight = blocks(kind, 40, columns)
+    x = tokens(3, columns)
+    assert gguf().accepts(part.name, part.shape, kind)
+    layer = gguf(activations="int16").linear([part])
+    # Scales of the K types are products, rounded to float16.
+    assert error(layer(x), x @ weight.T) < (4e-4 if kind.endswith(("_K", "_XS")) else 5e-5)
+    assert error(gguf().linear([part])(x), x @ weight.T) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "IQ4_NL"])
+def test_int8_takes_blocks_over(kind: str) -> None:
+    part, weight = blocks(kind, 40, 256)
+    x = tokens(3, 256)
+    assert error(int8(activations="int16").linear([part])(x), x @ weight.T) < 5e-5
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_int4_takes_blocks_over(kind: str) -> None:
+    part, weight = blocks(kind, 64, 256)
+    x = tokens(3, 256)
+    layer = int4(activations="int16").linear([part])
+    assert error(layer(x), x @ weight.T) < 4e-4
+    assert layer.weight_bytes <= 64 * 256 * 5 / 8
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "Q4_K", "Q5_1"])
+def test_other_blocks_are_rounded_again(kind: str) -> None:
+    part, weight = blocks(kind, 40, 256)
+    x = tokens(3, 256)
+    assert error(int8().linear([part])(x), x @ weight.T) < 0.012
+    assert error(int4().linear([part])(x), x @ weight.T) < 0.1
+
+
+def test_parts_of_a_fused_layer() -> None:
+    x = tokens(4, 256)
+    query, key = floats(64, 256), floats(20, 256, seed=1)
+    bias = torch.arange(64.0)
+    layer = int8().linear([stored(query, "q", bias), stored(key, "k"), stored(query, "v", bias)])
+    exact = torch.cat([x @ query.T + bias, x @ key.T, x @ query.T + bias], 1)
+    assert error(layer(x), exact) < 0.01
+    assert isinstance(layer, PackedQuantizedLinear)
+
+
+def test_parts_of_several_types() -> None:
+    x = tokens(4, 256)
+    parts, weights = zip(
+        *(blocks(kind, out, 256) for kind, out in (("Q4_K", 40), ("Q5_0", 8), ("Q8_0", 33))), strict=True
+    )
+    layer = gguf(activations="int16").linear(parts)
+    assert isinstance(layer, JoinedLinear)
+    assert layer.out_features == 81
+    assert error(layer(x), torch.cat([x @ weight.T for weight in weights], 1)) < 4e-4
+    assert layer.weight_bytes == sum(gguf().linear([part]).weight_bytes for part in (parts[0],)) + (
+        gguf().linear(parts[1:]).weight_bytes
+    )
+
+
+def test_more_rows_than_are_converted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = floats(100, 64)
+    x = tokens(4, 64)
+    whole = int4().linear([stored(weight)])(x)
+    monkeypatch.setattr("trivet_quantization.layers._CHUNK", 7 * 64)
+    assert int4().linear([stored(weight)])(x).equal(whole)
+
+
+def test_bytes_per_weight() -> None:
+    weight = floats(64, 256)
+    assert int8(group=32).linear([stored(weight)]).weight_bytes == 64 * 256 * 8.5 / 8
+    assert int4().linear([stored(weight)]).weight_bytes == 64 * 256 * 5 / 8
+    assert int4(offsets=False).linear([stored(weight)]).weight_bytes == 64 * 256 * 4.5 / 8
+
+
+def test_four_bits_are_placed_well() -> None:
+    """Better than sixteen levels from the smallest to the largest weight of a group."""
+    weight = floats(64, 256)
+    x = torch.eye(256)
+    low, high = weight.view(64, -1, 32).aminmax(dim=-1, keepdim=True)
+    step = (high - low) / 15
+    plain = (((weight.view(64, -1, 32) - low) / step).round() * step + low).view(64, 256)
+    found = int4(activations="int16").linear([stored(weight)])(x).T
+    assert error(found, weight) < 0.97 * error(plain, weight)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, -0.3])
+def test_groups_of_equal_weights(value: float) -> None:
+    weight = torch.full((32, 64), value)
+    for quantization in (int8(activations="int16"), int4(activations="int16"), int4(offsets=False)):
+        found = quantization.linear([stored(weight)])(torch.eye(64)).T
+        assert (found - weight).abs().max() < 2e-3
+
+
+def test_weights_of_any_size() -> None:
+    """Scales are float16 numbers, and tiny weights are not lost to their range."""
+    for size in (1e-4, 0.01, 100.0):
+        weight = floats(32, 64) * size
+        for quantization, most in ((int8(activations="int16"), 0.006), (int4(activations="int16"), 0.09)):
+            found = quantization.linear([stored(weight)])(torch.eye(64)).T
+            assert error(found, weight) < most
+
+
+def test_what_is_quantised() -> None:
+    quantization = int8(exclude=["*.o_proj", "model.layers.0.*"])
+    assert quantization.accepts("model.layers.1.mlp.up_proj", (64, 32), "bfloat16")
+    assert quantization.accepts("model.layers.1.mlp.up_proj.weight", (64, 33), "Q4_K")
+    assert not quantization.accepts("model.layers.1.self_attn.o_proj", (64, 32), "bfloat16")
+    assert not quantization.accepts("model.layers.0.mlp.up_proj.weight", (64, 32), "bfloat16")
+    assert not quantization.accepts("model.layers.1.mlp.up_proj", (64, 32), "IQ1_S")
+    assert not quantization.accepts("model.layers.1.mlp.experts", (4, 64, 32), "bfloat16")
+    assert not quantization.accepts("model.layers.1.mlp.up_proj", (64, 1 << 17), "bfloat16")
+
+
+def test_the_head() -> None:
+    for quantization in (int8(lm_head=False), int4(lm_head=False), gguf(lm_head=False)):
+        assert not quantization.accepts("lm_head", (64, 32), "Q8_0")
+    for quantization in (int8(), int4(), gguf()):
+        assert quantization.accepts("lm_head", (64, 32), "Q8_0")
+    weight = floats(64, 32)
+    sizes = [int4(lm_head=bits).linear([stored(weight, "lm_head")]).weight_bytes for bits in (4, True, 8)]
+    assert sizes == [64 * 32 * 5 // 8, 64 * 32 * 5 // 8, 64 * 34]
+
+
+def test_gguf_takes_blocks_only() -> None:
+    assert not gguf().accepts("model.layers.1.mlp.up_proj", (64, 32), "bfloat16")
+    assert not gguf().accepts("model.layers.1.mlp.up_proj", (64, 32), "F16")
+
+
+def test_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "library", lambda: None)
+    x = tokens(4, 256)
+    weight, bias = floats(40, 256), torch.arange(40.0)
+    part, blocks_weight = blocks("Q4_K", 24, 256)
+    layer = int4().linear([stored(weight, bias=bias), part])
+    assert isinstance(layer, DequantizingLinear)
+    exact = torch.cat([x @ weight.T, x @ blocks_weight.T], 1)
+    found = layer(x)
+    found[:, :40] -= bias
+    assert error(found, exact) < 0.09
+    assert error(found[:, 40:], exact[:, 40:]) < 1e-6
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+    assert layer.weight_bytes == 64 * 256 + 2 * 64 * 8 * 4 + 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "message"),
+    [
+        ("int8", {"group": 48}, "group"),
+        ("int8", {"activations": "float"}, "activations"),
+        ("int8", {"activation_group": 16}, "activation_group"),
+        ("int4", {"lm_head": 5}, "lm_head"),
+        ("gguf", {"bits": 4}, "bits"),
+    ],
+)
+def test_wrong_options_are_named(use: str, options: dict[str, Any], message: str) -> None:
+    class Case(Suite):
+        role = "quantization"
+
+    Case.use = use
+    case = Case()
+    context = case.worker_context()
+    with pytest.raises(PluginError, match=rf"{use}.*{message}"):
+        case.make(context, **options)
+
+
+def test_weights_that_no_float16_scale_reaches() -> None:
+    with pytest.raises(ModelLoadError, match=r"model.layers.0.mlp.up_proj.*exclude"):
+        int4().linear([stored(floats(32, 64) * 1e6)])
+
+
+class FakeTorchao:
+    """Stands in for ``torchao.quantization``: remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    def quantize_(self, module: torch.nn.Linear, config: Any) -> None:
+        self.asked.append((type(config).__name__, vars(config)))
+
+    def __getattr__(self, name: str) -> type:
+        def remember(self: Any, **options: Any) -> None:
+            vars(self).update(options)
+
+        return type(name, (), {"__init__": remember})
+
+
+@pytest.fixture
+def torchao(monkeypatch: pytest.MonkeyPatch) -> FakeTorchao:
+    fake = FakeTorchao()
+    monkeypatch.setattr("trivet_quantization.accelerator._torchao", lambda: fake)
+    return fake
+
+
+def on_accelerator(kind: type, options: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = kind(context("cuda:0", "bfloat16"), options)
+    monkeypatch.setattr(made, "_device", "cpu")  # where its weights go, in want of the real one
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name", "config"),
+    [
+        (Int8, Int8Options(), "up_proj", "Int8DynamicActivationInt8WeightConfig"),
+        (Int8, Int8Options(activations="int16"), "up_proj", "Int8WeightOnlyConfig"),
+        (Int4, Int4Options(), "x.up_proj", "Int4WeightOnlyConfig"),
+        (Int4, Int4Options(), "x.down_proj", "Int8WeightOnlyConfig"),
+        (Int4, Int4Options(), "lm_head", "Int8WeightOnlyConfig"),
+        (Int4, Int4Options(lm_head=4), "lm_head", "Int4WeightOnlyConfig"),
+    ],
+)
+def test_torchao_on_an_accelerator(
+    kind: type, options: Any, name: str, config: str, torchao: FakeTorchao, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = floats(48, 64), torch.arange(48.0)
+    layer = on_accelerator(kind, options, monkeypatch).linear([stored(weight, name, bias), stored(weight, name)])
+    assert [asked for asked, _ in torchao.asked] == [config]
+    x = tokens(3, 64).bfloat16()
+    exact = torch.cat([x.float() @ weight.T + bias, x.float() @ weight.T], 1)
+    assert error(layer(x).float(), exact) < 0.01
+    assert layer.weight_bytes == 96 * 64 * (4 if "4" in config else 8) // 8 + 96 * 2
+
+
+def test_blocks_on_an_accelerator(torchao: FakeTorchao, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, weight = blocks("Q5_0", 40, 256)
+    layer = on_accelerator(Int8, Int8Options(), monkeypatch).linear([part])
+    x = tokens(3, 256)
+    assert error(layer(x.bfloat16()).float(), x @ weight.T) < 0.01
+
+
+def test_an_accelerator_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(PluginError, match=r"trivet\[torchao\]"):
+        on_accelerator(Int8, Int8Options(), monkeypatch).linear([stored(floats(32, 32))])
+
+
+def test_four_bits_on_an_accelerator_want_bfloat16(torchao: FakeTorchao) -> None:
+    quantization = Int4(context("cuda", "float16"), Int4Options())
+    assert not quantization.accepts("up_proj", (64, 48), "float16")
+    with pytest.raises(PluginError, match=r"dtype is float16: set dtype to bfloat16"):
+        quantization.linear([stored(floats(32, 32))])
+
+
+def test_gguf_on_an_accelerator() -> None:
+    with pytest.raises(PluginError, match=r"the device is cuda:1: set plugins.quantization to int8 or int4"):
+        Gguf(context("cuda:1"), GgufOptions())
