@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trivet_kernels.cpu.packed import packed_rows
 from trivet_torch.weights.gguf_dequant import run_jobs
 
 # Rows of a matrix that are packed at a time take so many bytes, ...
@@ -80,7 +81,7 @@ class PackedLinear(Linear):
     """A product with a matrix in the blocked layout of oneDNN's kernels, on the CPU.
 
     Without it the library brings the matrix into that layout in every call. The layout does not depend on the number
-    of rows of the input, nor, in bfloat16, does the result of a row.
+    of rows of the input. In bfloat16, where there is a native kernel for it, a few rows are multiplied by that.
     """
 
     def __init__(self, parts: Sequence[Tensor | Matrix], bias: Tensor | None = None, *, dtype: torch.dtype) -> None:
@@ -95,11 +96,18 @@ class PackedLinear(Linear):
         if self.weight_bytes >= _TRIM_BYTES:
             _trim()
         self._product = torch.ops.mkldnn._linear_pointwise.default
+        shape = (self.out_features, self.in_features)
+        self._rows = packed_rows(self._packed, shape) if dtype == torch.bfloat16 else None
+        self._max_rows = 0 if self._rows is None else self._rows.max_rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, in_features]`` -> ``[T, out_features]``."""
-        if x.shape[0] == 0:
+        rows = x.shape[0]
+        if rows == 0:
             return x.new_empty(0, self.out_features)
+        if rows <= self._max_rows and x.dtype == torch.bfloat16 and x.stride(-1) == 1:
+            assert self._rows is not None
+            return self._rows(x, self.bias)
         product: Tensor = self._product(x, self._packed, self.bias, "none", [], "")
         return product
 

@@ -1,0 +1,101 @@
+"""A few rows times a matrix in oneDNN's blocked layout, in compiled C.
+
+The library's product of one or two rows reads weights at little more than half the speed of memory; the kernel here
+reads the very same packed bytes as fast as they come, and needs no second copy of them. Which layout the library chose
+is checked by comparing a product, once per shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from trivet_kernels.cpu.build import library
+from trivet_kernels.cpu.levels import cpu_flags
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+_PANEL = 64
+#: rows up to which the kernel is faster than the library, or as fast
+_MAX_ROWS = 64
+#: the same where the library has matrix tiles, which win as soon as a product is not bound by memory
+_MAX_ROWS_WITH_TILES = 4
+#: what two orders of adding up may differ by, as a share of the largest result: a few steps of bfloat16
+_TOLERANCE = 2.0**-6
+
+
+class PackedRows:
+    """The product with one packed matrix. It reads the matrix' memory, so ``packed`` must live as long."""
+
+    def __init__(self, packed: Tensor, shape: tuple[int, int], padded: int) -> None:
+        """``packed`` is the opaque tensor of ``[out, in] = shape``; its panels have ``padded`` inputs."""
+        found = library()
+        assert found is not None, "shown by packed_rows"
+        self._product = found.trivet_packed_bf16
+        self._product.restype, self._product.argtypes = None, (_P, _I, _P, _P, _P, *[_I] * 6)
+        self._weight: int = torch.ops.mkldnn.data_ptr(packed)
+        self._outputs, self._inputs = shape
+        self._padded = padded
+        self.max_rows = _MAX_ROWS_WITH_TILES if "amx_bf16" in cpu_flags() else _MAX_ROWS
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x`` ``[T, in]`` bfloat16 with ``1 <= T <= 64`` and dense rows, ``bias`` ``[out]`` bfloat16; returns
+        ``[T, out]``."""
+        rows = x.shape[0]
+        out = torch.empty(rows, self._outputs, dtype=torch.bfloat16)
+        self._product(
+            x.data_ptr(),
+            x.stride(0),
+            self._weight,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            self._outputs,
+            rows,
+            self._inputs,
+            self._padded,
+            self._outputs,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def packed_rows(packed: Tensor, shape: tuple[int, int]) -> PackedRows | None:
+    """The kernel for a bfloat16 matrix that ``mkldnn._reorder_linear_weight`` packed; None where this processor, this
+    layout or a missing compiler does not allow it."""
+    found = library()
+    if found is None or not found.trivet_has_packed_bf16() or shape[1] % 2:
+        return None
+    outputs = -(-shape[0] // _PANEL) * _PANEL
+    padded, rest = divmod(torch.ops.mkldnn._nbytes(packed), 2 * outputs)
+    if rest or padded < shape[1]:
+        return None
+    kernel = PackedRows(packed, shape, padded)
+    return kernel if _layouts().agrees(kernel, packed, shape) else None
+
+
+class _Layouts:
+    """Which shapes the library packs as the kernel expects."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def agrees(self, kernel: PackedRows, packed: Tensor, shape: tuple[int, int]) -> bool:
+        if shape not in self._known:
+            x = torch.randn(2, shape[1], generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+            expected = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "").float()
+            atol = _TOLERANCE * float(expected.abs().nan_to_num(0.0, 0.0).max())
+            same = torch.allclose(kernel(x, None).float(), expected, rtol=0.0, atol=atol, equal_nan=True)
+            if float(expected.abs().max()) == 0.0:
+                return False  # a matrix of zeros shows nothing
+            self._known[shape] = same
+        return self._known[shape]
+
+
+@functools.cache
+def _layouts() -> _Layouts:
+    return _Layouts()
