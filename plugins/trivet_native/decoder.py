@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from trivet_kernels.ops import Ops
     from trivet_native.layers import Block
-    from trivet_native.loading import Embedding
     from trivet_native.spec import DecoderSpec
+    from trivet_torch.embedding import Embedding
     from trivet_torch.linear import Linear
 
 #: ``(layer, query, key, value) → [T, H, D]``

@@ -61,7 +61,7 @@ def gate_with(activation: Activation, ops: Ops) -> Callable[[Tensor, Tensor | No
 class GatedMLP:
     """``down(activation(gate(x)) * up(x))``, with gate and up as one matrix."""
 
-    #: rows that are computed at once: their intermediate results stay in the processor's caches
+    #: rows that are computed at once, which bounds what their intermediate results take; fewer cost time
     SLICE = 512
 
     def __init__(

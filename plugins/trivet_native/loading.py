@@ -11,6 +11,7 @@ import torch
 
 from trivet_native.layers import Block, BlockWeights, FeedForward, GatedMLP, Scratch, gate_with
 from trivet_native.moe import Experts
+from trivet_torch.embedding import DeviceEmbedding, FileEmbedding
 from trivet_torch.linear import PlainLinear, make_linear
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from trivet.roles import Quantization, StoredLinear
     from trivet_kernels.ops import Ops
     from trivet_native.spec import DecoderSpec, ExpertsSpec, LayerSpec
+    from trivet_torch.embedding import Embedding
     from trivet_torch.linear import Linear
     from trivet_torch.weights.stored import StoredWeights
 
@@ -29,25 +31,6 @@ logger = logging.getLogger("trivet.model")
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head"
 _MAX_NAMES = 6
-
-
-class Embedding:
-    """Rows of the embedding matrix: read where they are stored, or from a copy on an accelerator."""
-
-    def __init__(self, weights: StoredWeights, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._weights, self._dtype = weights, dtype
-        self._matrix = None if device.type == "cpu" else weights.tensor(EMBEDDING, dtype).to(device)
-        # Rounded to the model's type, as transformers does.
-        self._factor = None if spec.embed_scale is None else float(torch.tensor(spec.embed_scale).to(dtype))
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """``[T]`` to ``[T, hidden_size]``, a new tensor."""
-        rows = self._weights.rows(EMBEDDING, ids, self._dtype) if self._matrix is None else self._matrix[ids]
-        return rows if self._factor is None else rows.mul_(self._factor)
-
-    @property
-    def weight_bytes(self) -> int:
-        return 0 if self._matrix is None else self._matrix.nbytes
 
 
 class Loader:
@@ -70,17 +53,26 @@ class Loader:
         self._weights, self._spec, self._dtype, self._device = weights, spec, dtype, device
         self._quantization, self._ops, self._tables, self._plain = quantization, ops, tables, plain
         self._scratch = None if plain else Scratch(dtype, device)
+        self._embedding: DeviceEmbedding | None = None
         self._gate: Callable[[Tensor, Tensor | None], Tensor] = gate_with(spec.activation, ops)
 
     def embedding(self) -> Embedding:
-        """The embedding matrix."""
-        self._weights.expect(EMBEDDING, (self._spec.vocab_size, self._spec.hidden_size))
-        return Embedding(self._weights, self._spec, self._dtype, self._device)
+        """The embedding matrix, on an accelerator in its memory, else in its file."""
+        weights, spec = self._weights, self._spec
+        weights.expect(EMBEDDING, (spec.vocab_size, spec.hidden_size))
+        if self._device.type == "cpu":
+            return FileEmbedding(weights, EMBEDDING, dtype=self._dtype, scale=spec.embed_scale)
+        matrix = weights.tensor(EMBEDDING, self._dtype).to(self._device)
+        self._embedding = DeviceEmbedding(matrix, scale=spec.embed_scale)
+        return self._embedding
 
     def head(self) -> Linear:
         """The output projection; the embedding matrix where the model has none of its own."""
         spec = self._spec
-        name = EMBEDDING.removesuffix(".weight") if spec.tied and f"{HEAD}.weight" not in self._weights.names else HEAD
+        is_tied = spec.tied and f"{HEAD}.weight" not in self._weights.names
+        if is_tied and self._embedding is not None and self._quantization is None:
+            return PlainLinear(self._embedding.weight)
+        name = EMBEDDING.removesuffix(".weight") if is_tied else HEAD
         return self._linear([name], [spec.vocab_size], spec.hidden_size, named=HEAD)
 
     def final_norm(self) -> Tensor:
@@ -113,7 +105,7 @@ class Loader:
 
     def finish(self) -> None:
         """Say so if the file has more than the model takes."""
-        unused = [name for name in self._weights.unused() if name != EMBEDDING]  # read when tokens come
+        unused = self._weights.unused()
         if unused:
             shown = ", ".join(unused[:_MAX_NAMES])
             more = f" and {len(unused) - _MAX_NAMES} more" if len(unused) > _MAX_NAMES else ""
@@ -184,12 +176,13 @@ class Loader:
         ):
             made: Linear = quantization.linear([self._stored(name, named or name, bias=bias) for name in names])
         else:
-            matrices = [weights.tensor(f"{name}.weight", self._dtype) for name in names]
             biases = [weights.tensor(f"{name}.bias", self._dtype) for name in names] if bias else None
             if self._plain:
+                matrices = [weights.tensor(f"{name}.weight", self._dtype) for name in names]
                 made = PlainLinear(_joined(matrices, self._device), _joined(biases, self._device) if biases else None)
             else:
-                made = make_linear(matrices, biases, dtype=self._dtype, device=self._device)
+                parts = [weights.matrix(f"{name}.weight", self._dtype) for name in names]
+                made = make_linear(parts, biases, dtype=self._dtype, device=self._device)
         for name in names:
             weights.release(f"{name}.weight")
         return made

@@ -79,7 +79,7 @@ class DecoderSpec:
     softcap: float | None = None
     final_softcap: float | None = None
     #: factor of the embeddings
-    embed_scale: float | None = None
+    embed_scale: float = 1.0
     #: added to the weights of all norms (Gemma stores them less one)
     norm_offset: float = 0.0
     query_key_norms: bool = False
