@@ -298,6 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kinds = choose(args.engines, pythons)
     if not kinds:
         raise SystemExit("no engine is installed here; give --python ENGINE=PATH")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no engine stays behind, stopped
     peers: list[Peer] = []
     try:
         for name, kind, extra in variants(kinds, args.quantization.split(",")):

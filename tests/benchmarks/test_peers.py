@@ -173,6 +173,20 @@ def test_ratios_are_of_medians_with_the_range_of_single_ones(peers: ModuleType) 
     assert lines[-1] == "| b | 1.2 | 1.0 | 3 |"
 
 
+def test_the_bound_of_the_matrix_products_is_asked_of_the_program_that_measures_it(
+    peers: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"vocab_size": 64}), encoding="utf-8")
+    found = peers.measure_bound(str(tmp_path), "bfloat16", ["single"])
+    assert list(found) == ["single"]
+    assert found["single"] > 0
+    captured = capfd.readouterr()
+    assert captured.out == ""  # the tables of this script stay alone
+    with pytest.raises(SystemExit, match=r"--bound: kernels\.py ended with code 1"):
+        peers.measure_bound(str(tmp_path / "nothing"), "bfloat16", ["single"])
+
+
 def test_trivet_runs_once_for_each_quantization(peers: ModuleType) -> None:
     found = list(peers.variants(["trivet", "vllm"], ["none", "int8"]))
     assert found == [
