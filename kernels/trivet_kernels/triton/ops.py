@@ -92,7 +92,7 @@ class TritonOps(Ops):
         for tensor in (query, key, table):
             _check_rows(tensor)
         size, rotated = query.shape[-1], table.shape[-1]
-        pairs, heads = rotary_blocks(rotated)
+        pairs, heads = rotary_blocks(rotated, size)
         grid = (query.shape[0], triton.cdiv(query.shape[1], heads) + triton.cdiv(key.shape[1], heads))
         rotary_kernel[grid](
             query,
@@ -132,10 +132,9 @@ def norm_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
-def rotary_blocks(rotated: int) -> tuple[int, int]:
-    """Pairs of elements, rounded up to a power of two, and heads that one program of a rotation takes."""
-    pairs = triton.next_power_of_2(rotated // 2)
-    return pairs, max(1, _ROTATED // (2 * pairs))
+def rotary_blocks(rotated: int, size: int) -> tuple[int, int]:
+    """Pairs of elements, rounded up to a power of two, and heads of ``size`` that one program of a rotation takes."""
+    return triton.next_power_of_2(rotated // 2), max(1, _ROTATED // triton.next_power_of_2(size))
 
 
 def _gated(x: Tensor, out: Tensor | None, kind: int) -> Tensor:

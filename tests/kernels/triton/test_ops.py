@@ -184,7 +184,7 @@ def norm_case(dtype: str, size: int, *, add: bool) -> tuple[str, dict[str, str],
 def rotary_case(
     dtype: str, size: int, rotated: int, *, interleaved: bool, norm: bool
 ) -> tuple[str, dict[str, str], dict[str, Any], int]:
-    pairs, heads = rotary_blocks(rotated)
+    pairs, heads = rotary_blocks(rotated, size)
     signature = {"query": f"*{dtype}", "key": f"*{dtype}", "positions": "*i64", "table": "*fp32", "eps": "fp32"}
     names = ("query_row", "query_head", "key_row", "key_head", "table_row")
     signature |= {f"{name}_stride": "i32" for name in names} | {"num_query_heads": "i32", "num_key_heads": "i32"}
