@@ -179,7 +179,7 @@ def paged_attention(
         "softcap": softcap is not None,
     }
     if max_query_len > few:
-        tile = tiles.prefill
+        tile = tiles.prefill if tree is None else tiles.tree_tile()
         heads = min(group, tile.block_m)
         grid = (num_tokens // (tile.block_m // heads) + num_rows, num_kv_heads * triton.cdiv(group, heads))
         prefill_kernel[grid](

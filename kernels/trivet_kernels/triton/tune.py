@@ -90,6 +90,11 @@ class Tiles:
         """Rows of a decode's tile for rows with up to this many queries."""
         return min(_MOST_ROWS, max(_FEWEST_ROWS, _power_of_2(group * queries)))
 
+    def tree_tile(self) -> Tile:
+        """The tile of a prefill that ends in trees, whose masks take registers: smaller, with more threads."""
+        tile = self.prefill
+        return Tile(min(tile.block_m, 64), min(tile.block_n, 32), max(tile.num_warps, 8), min(tile.num_stages, 2))
+
     def decode_tile(self, block_m: int) -> Tile:
         """How a decode of ``block_m`` rows is compiled: with more threads for more rows, or their registers spill."""
         more = 1 if block_m <= _FEWEST_ROWS else 2
@@ -110,8 +115,7 @@ def default_tiles(shape: Shape) -> Tiles:
     if shape.arch == "interpreter":
         return Tiles(Tile(32, 32, 4, 1), Tile(0, 32, 4, 1))
     if shape.dtype == "float32":
-        block_n = 32 if size <= 128 else 16
-        return Tiles(Tile(32, block_n, 4, 2), Tile(0, block_n, 4, 2))
+        return Tiles(Tile(32, 16, 8, 2), Tile(0, 32 if size <= 128 else 16, 4, 2))
     if shape.arch.startswith("gfx"):
         prefill = Tile(128, 64, 8, 1) if size <= 128 else Tile(64, 32, 4, 1)
         return Tiles(prefill, Tile(0, 64 if size <= 128 else 32, 4, 1))
@@ -184,9 +188,10 @@ class TileCache:
     """
 
     def __init__(self, device_name: str, folder: Path | None = None) -> None:
-        base = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trivet" / "tiles"
+        if folder is None:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trivet" / "tiles"
         name = "".join(c if c.isalnum() else "-" for c in device_name)
-        self.path = base / f"{name}-{triton.__version__}-{_source_digest()}.json"
+        self.path = folder / f"{name}-{triton.__version__}-{_source_digest()}.json"
         self._choices = self._read()
 
     def get(self, shape: Shape) -> Tiles | None:
@@ -223,7 +228,8 @@ class TileCache:
 def _parse(choice: dict[str, Any]) -> Tiles:
     tiles = Tiles(Tile(**choice["prefill"]), Tile(**choice["decode"]), choice["min_keys"])
     numbers = [*asdict(tiles.prefill).values(), *asdict(tiles.decode).values(), tiles.min_keys]
-    if not all(isinstance(number, int) and 0 <= number <= 4096 for number in numbers):
+    sizes = [size for tile in (tiles.prefill, tiles.decode) for size in (tile.block_m, tile.block_n, tile.num_warps)]
+    if not all(type(number) is int and 0 <= number <= 4096 for number in numbers) or any(n & (n - 1) for n in sizes):
         raise ValueError(f"no tiles: {choice}")
     return tiles
 

@@ -70,7 +70,7 @@ def compiled(
         "softcap": softcap,
     }
     if kernel == "prefill":
-        tile = tiles.prefill
+        tile = tiles.tree_tile() if "tree_mask" in given else tiles.prefill
         signature |= dict.fromkeys(("num_rows", "min_queries"), "i32")
     else:
         tile = tiles.decode_tile(tiles.decode_rows(group, queries))
