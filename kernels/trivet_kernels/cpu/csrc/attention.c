@@ -155,7 +155,8 @@ int64_t trivet_attention(const trivet_attention_step *step, const trivet_attenti
         }
         for (int64_t i; scratch && (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < work.num_tasks;) {
             const task_t *task = &work.tasks[i];
-            trivet_attention_task(&call, &work.plans[task->unit], task, scratch, work.states);
+            const task_t *next_task = i + work.num_threads < work.num_tasks ? task + work.num_threads : NULL;
+            trivet_attention_task(&call, work.plans, task, next_task, scratch, work.states);
         }
     }
     return failed ? -1 : 0;

@@ -112,8 +112,9 @@ HIDDEN_SYMBOL int32_t trivet_attention_heads(int64_t count);
 /* One thread's memory for the tasks of a call, to be given to trivet_attention_task; NULL if there is none. */
 HIDDEN_SYMBOL void *trivet_attention_scratch(const call_t *call);
 
-/* Compute a task; the last one of a unit stores its results. */
-HIDDEN_SYMBOL void trivet_attention_task(const call_t *call, plan_t *plan, const task_t *task, void *scratch,
-                                         float *states);
+/* Compute a task; the last one of a unit stores its results. `next`, if not NULL, is likely to follow: its first keys
+ * are fetched from memory in the meantime. */
+HIDDEN_SYMBOL void trivet_attention_task(const call_t *call, plan_t *plans, const task_t *task, const task_t *next,
+                                         void *scratch, float *states);
 
 #endif

@@ -20,6 +20,7 @@ typedef struct {
 typedef struct {
     int32_t first, from, to;
     const char *key[BLOCK], *value[BLOCK];
+    int32_t head; /* added to the number of a head: keys of another unit may be fetched for other heads */
 } keys_t;
 
 /* A thread's memory. Of what has n numbers a lane, a group's part begins at n * group.offset. */
@@ -50,7 +51,7 @@ static inline void fetch(const keys_t *ahead, int values, int from, int to, cons
     if (from < ahead->from) from = ahead->from;
     if (to > ahead->to) to = ahead->to;
     for (int n = from; n < to; n++)
-        for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(rows[n] + head * cache->head + at, 0, 2);
+        for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(rows[n] + (head + ahead->head) * cache->head + at, 0, 2);
 }
 
 #define N FULL
@@ -245,13 +246,13 @@ static void load_queries(const call_t *call, const plan_t *plan, const unit_t *u
     }
 }
 
-/* Where the keys and values of the block at `first` are, of those at positions low … high - 1. */
-static void find_keys(const call_t *call, const unit_t *unit, int64_t first, int64_t low, int64_t high, keys_t *keys) {
+/* Where the keys and values of the block at `first` are, of those at positions low … high - 1 of a row. */
+static void find_keys(const call_t *call, int32_t row, int64_t first, int64_t low, int64_t high, keys_t *keys) {
     const trivet_attention_cache *key = &call->layer->key, *value = &call->layer->value;
     const int64_t size = call->layer->block_size;
-    const int32_t *table = call->step->block_table + unit->row * call->step->table_stride;
+    const int32_t *table = call->step->block_table + row * call->step->table_stride;
     const int from = low > first ? (int)(low - first) : 0, to = high < first + BLOCK ? (int)(high - first) : BLOCK;
-    keys->first = (int32_t)first, keys->from = from, keys->to = to;
+    keys->first = (int32_t)first, keys->from = from, keys->to = to, keys->head = 0;
     if (from >= to) return;
     int64_t number = (first + from) / size, place = (first + from) % size;
     for (int n = from; n < to; number++, place = 0) {
@@ -319,8 +320,18 @@ static void gather_bf16(const trivet_attention_layer *layer, const scratch_t *sc
 }
 #endif
 
-/* The sums of one partition, for all of the unit's lanes. */
-static void attend_part(const call_t *call, const unit_t *unit, const scratch_t *scratch, int64_t part, float *state) {
+/* Where the first keys of a task are. */
+static void find_first_keys(const call_t *call, const plan_t *plan, const task_t *task, keys_t *keys) {
+    const int64_t start = first_position(call->step, plan->row), begin = (int64_t)task->part * PART;
+    const int64_t seen = first_seen(start + plan->first / call->per_head, call->how.window);
+    const int64_t low = seen > begin ? seen : begin;
+    const int64_t high = start + (plan->first + plan->count - 1) / call->per_head + 1;
+    find_keys(call, plan->row, low / BLOCK * BLOCK, low, high, keys);
+}
+
+/* The sums of one partition, for all of the unit's lanes; `next` are keys to fetch for later. */
+static void attend_part(const call_t *call, const unit_t *unit, const scratch_t *scratch, int64_t part,
+                        const keys_t *next, float *state) {
     const int64_t v_dim = call->layer->value.dim;
     block_function *const *blocks = block_single;
 #if HAS_PAIRS
@@ -336,10 +347,11 @@ static void attend_part(const call_t *call, const unit_t *unit, const scratch_t 
     const int64_t high = unit->high < begin + PART ? unit->high : begin + PART;
     keys_t buffers[2], *keys = &buffers[0], *ahead = &buffers[1];
     int64_t first = low / BLOCK * BLOCK;
-    find_keys(call, unit, first, low, high, keys);
+    find_keys(call, unit->row, first, low, high, keys);
     for (; first < high; first += BLOCK) {
         /* The block after this one, of the next partition too, is fetched while this one is computed. */
-        find_keys(call, unit, first + BLOCK, low, unit->high, ahead);
+        find_keys(call, unit->row, first + BLOCK, low, unit->high, ahead);
+        const keys_t *wanted = ahead->from < ahead->to ? ahead : next;
         for (int g = 0; g < unit->num_groups; g++) {
             const group_t *group = &unit->groups[g];
             const int fresh = g == 0 || group->head != group[-1].head;
@@ -347,7 +359,7 @@ static void attend_part(const call_t *call, const unit_t *unit, const scratch_t 
                 gather_bf16(call->layer, scratch, keys, group->head);
             else if (fresh)
                 gather_floats(call->layer, scratch, keys, group->head);
-            blocks[group->kind](group, scratch, keys, fresh ? ahead : NULL, &call->how, call->layer,
+            blocks[group->kind](group, scratch, keys, fresh ? wanted : NULL, &call->how, call->layer,
                                 state + STATE_SIZE(group->offset, v_dim));
         }
         keys_t *done = keys;
@@ -402,27 +414,32 @@ static void store(const call_t *call, const plan_t *plan, const unit_t *unit, co
     }
 }
 
-void trivet_attention_task(const call_t *call, plan_t *plan, const task_t *task, void *memory, float *states) {
+void trivet_attention_task(const call_t *call, plan_t *plans, const task_t *task, const task_t *next, void *memory,
+                           float *states) {
+    plan_t *plan = &plans[task->unit];
     const int64_t v_dim = call->layer->value.dim;
     const scratch_t *scratch = memory;
     unit_t unit;
+    keys_t next_keys = {0};
     make_unit(call, plan, &unit);
     load_queries(call, plan, &unit, scratch);
-    if (plan->state < 0) {
-        for (int32_t i = 0; i < task->num_parts; i++) {
-            attend_part(call, &unit, scratch, task->part + i, scratch->state[i > 0]);
-            if (i) merge_parts(&unit, v_dim, scratch->state[0], scratch->state[1]);
-        }
-        store(call, plan, &unit, scratch, scratch->state[0]);
-        return;
+    if (next) {
+        const plan_t *next_plan = &plans[next->unit];
+        find_first_keys(call, next_plan, next, &next_keys);
+        next_keys.head = next_plan->head - plan->head;
     }
     const int64_t size = round_up(STATE_SIZE((int64_t)unit.num_lanes, v_dim), 16);
-    float *state = states + plan->state;
+    float *shared = plan->state < 0 ? NULL : states + plan->state;
     for (int32_t i = 0; i < task->num_parts; i++) {
         const int32_t part = task->part + i;
-        attend_part(call, &unit, scratch, part, state + (part - plan->first_part) * size);
+        float *state = shared ? shared + (part - plan->first_part) * size : scratch->state[i > 0];
+        attend_part(call, &unit, scratch, part, &next_keys, state);
+        if (!shared && i) merge_parts(&unit, v_dim, scratch->state[0], scratch->state[1]);
     }
-    if (__atomic_sub_fetch(&plan->left, 1, __ATOMIC_ACQ_REL)) return;
-    for (int32_t i = 1; i < plan->num_parts; i++) merge_parts(&unit, v_dim, state, state + i * size);
-    store(call, plan, &unit, scratch, state);
+    if (!shared) {
+        store(call, plan, &unit, scratch, scratch->state[0]);
+    } else if (!__atomic_sub_fetch(&plan->left, 1, __ATOMIC_ACQ_REL)) {
+        for (int32_t i = 1; i < plan->num_parts; i++) merge_parts(&unit, v_dim, shared, shared + i * size);
+        store(call, plan, &unit, scratch, shared);
+    }
 }
