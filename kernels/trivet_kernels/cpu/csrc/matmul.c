@@ -78,7 +78,7 @@ static const char *at(const void *rows, int64_t row, int64_t stride, int dtype) 
 int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_stride, int x_dtype, int64_t rows, void *out,
                         int64_t out_stride, int out_dtype, int num_threads) {
     int64_t panels = (layer->out_features + PANEL - 1) / PANEL, segments = layer->num_segments;
-    int64_t planes = layer->planes, height = TILE / planes;
+    int64_t planes = layer->planes;
     Activations a = {.stride = round_up(layer->segment * segments, 64) + SKEW, .segments = segments};
     int64_t chunk = CHUNK_BYTES / (a.stride * planes) / TILE * TILE;
     if (chunk < 4 * TILE) chunk = 4 * TILE;
@@ -94,6 +94,8 @@ int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_strid
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     for (int64_t begin = 0; begin < rows; begin += chunk) {
         int64_t count = rows - begin < chunk ? rows - begin : chunk;
+        /* Tiles of about equal heights: a low one makes little of the weights that it reads. */
+        int64_t tiles = (count * planes + TILE - 1) / TILE, height = (count + tiles - 1) / tiles;
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < count; r++)
             quantize_row(layer, at(x, begin + r, x_stride, x_dtype), x_dtype, &a, r);

@@ -19,7 +19,7 @@
  * four. Scales and offsets are [panels][segments][PANEL]. */
 #define PANEL 32
 /* Most rows of a tile, whose integer sums are held in registers. */
-#define TILE 8
+#define TILE 6
 
 typedef struct {
     const uint8_t *weight;

@@ -6,9 +6,13 @@
 
 #define UNROLL _Pragma("GCC unroll 12")
 
+static inline __m512 load_half(const uint16_t *from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
+
 static inline __m512 load_scale(const QuantLinear *layer, int64_t index) {
     if (layer->wide_scale) return _mm512_loadu_ps((const float *)layer->scale + index);
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)layer->scale + index)));
+    return load_half((const uint16_t *)layer->scale + index);
 }
 
 static inline __m512i four_of(const int8_t *values) {
@@ -27,6 +31,8 @@ __attribute__((always_inline)) static inline void tile_vnni(const int rows, cons
     const float *act_scale = a->scale + first * a->segments, *act_sum = a->sum + first * a->segments;
     const __m512i low = _mm512_set1_epi8(15);
     int64_t index = panel * segments * PANEL;
+    __m512 totals[TILE][2];
+    UNROLL for (int r = 0; r < rows; r++) totals[r][0] = totals[r][1] = _mm512_setzero_ps();
     for (int64_t s = 0; s < segments; s++, index += PANEL) {
         __m512i sums[TILE][2];
         UNROLL for (int r = 0; r < rows; r++) {
@@ -54,27 +60,24 @@ __attribute__((always_inline)) static inline void tile_vnni(const int rows, cons
                 }
             }
         }
-        __m512 scale[2] = {load_scale(layer, index), load_scale(layer, index + 16)};
+        __m512 scale[2] = {load_scale(layer, index), load_scale(layer, index + 16)}, offset[2];
+        if (layer->offset)
+            for (int half = 0; half < 2; half++) offset[half] = load_half(layer->offset + index + half * 16);
         UNROLL for (int r = 0; r < rows; r++) {
             __m512 of_row = _mm512_set1_ps(act_scale[r * a->segments + s]);
+            __m512 sum_of_row = _mm512_set1_ps(act_sum[r * a->segments + s]);
             for (int half = 0; half < 2; half++) {
-                float *to = out + r * PANEL + half * 16;
-                __m512 before = s ? _mm512_load_ps(to) : _mm512_setzero_ps();
+                __m512 total = totals[r][half];
                 __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][half]), of_row);
-                _mm512_store_ps(to, _mm512_fmadd_ps(scaled, scale[half], before));
+                total = _mm512_fmadd_ps(scaled, scale[half], total);
+                if (layer->offset) total = _mm512_fmadd_ps(sum_of_row, offset[half], total);
+                totals[r][half] = total;
             }
         }
-        if (layer->offset) {
-            for (int half = 0; half < 2; half++) {
-                const uint16_t *from = layer->offset + index + half * 16;
-                __m512 offset = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-                UNROLL for (int r = 0; r < rows; r++) {
-                    float *to = out + r * PANEL + half * 16;
-                    __m512 of_row = _mm512_set1_ps(act_sum[r * a->segments + s]);
-                    _mm512_store_ps(to, _mm512_fmadd_ps(of_row, offset, _mm512_load_ps(to)));
-                }
-            }
-        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+        _mm512_store_ps(out + r * PANEL, totals[r][0]);
+        _mm512_store_ps(out + r * PANEL + 16, totals[r][1]);
     }
 }
 
@@ -93,11 +96,9 @@ HEIGHT(3)
 HEIGHT(4)
 HEIGHT(5)
 HEIGHT(6)
-HEIGHT(7)
-HEIGHT(8)
 
 static void (*const tiles_vnni[TILE])(const QuantLinear *, const Activations *, int64_t, int64_t, float *) = {
-    tile_vnni_1, tile_vnni_2, tile_vnni_3, tile_vnni_4, tile_vnni_5, tile_vnni_6, tile_vnni_7, tile_vnni_8,
+    tile_vnni_1, tile_vnni_2, tile_vnni_3, tile_vnni_4, tile_vnni_5, tile_vnni_6,
 };
 
 #endif
