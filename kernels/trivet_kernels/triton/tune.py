@@ -117,7 +117,7 @@ def default_tiles(shape: Shape) -> Tiles:
     if shape.dtype == "float32":
         return Tiles(Tile(32, 16, 8, 2), Tile(0, 32 if size <= 128 else 16, 4, 2))
     if shape.arch.startswith("gfx"):
-        prefill = Tile(128, 64, 8, 1) if size <= 128 else Tile(64, 32, 4, 1)
+        prefill = Tile(128, 64 if size <= 64 else 32, 8, 1) if size <= 128 else Tile(64, 32, 4, 1)
         return Tiles(prefill, Tile(0, 64 if size <= 128 else 32, 4, 1))
     ampere = shape.arch.startswith("sm_8")
     if size <= 64:
