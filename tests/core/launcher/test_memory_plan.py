@@ -176,7 +176,8 @@ def test_a_cache_too_small_for_the_length_names_length_and_memory(site: Site, ru
 
 def test_a_narrower_type_is_named_where_it_would_do(site: Site, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = {"use": "paged", "memory": "36KiB"}
-    config = model_config(site, model_folder(site), max_model_len=256, plugins={"cache": cache})
+    plugins = {"cache": cache, "attention": "torch"}
+    config = model_config(site, model_folder(site), max_model_len=256, plugins=plugins)
     _, error = refusal(run, config)
     assert "plugins.cache.dtype: fp8_e4m3" in error
     memory_plan(run, config, "--set", "plugins.cache.dtype=fp8_e4m3")
