@@ -247,8 +247,9 @@ def test_layers_that_the_attention_plugin_cannot_serve_are_a_problem(
         return AttentionSupport(problem="no windows" if spec.kind == "sliding" else None)
 
     monkeypatch.setattr(TorchAttention, "support", support)
-    memory_plan(run, model_config(site, model_folder(site)))
-    _, error = refusal(run, model_config(site, model_folder(site, **WINDOWS)))
+    plugins = {"attention": "torch"}
+    memory_plan(run, model_config(site, model_folder(site), plugins=plugins))
+    _, error = refusal(run, model_config(site, model_folder(site, **WINDOWS), plugins=plugins))
     assert "layer 0 (sliding): no windows" in error
 
 
