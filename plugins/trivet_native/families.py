@@ -188,6 +188,24 @@ def _qwen3_moe(config: Any) -> DecoderSpec:
     return _decoder(config, layers, qkv_bias=bias, out_bias=bias, query_key_norms=True)
 
 
+def _gpt_oss(config: Any) -> DecoderSpec:
+    bias = config.attention_bias
+    experts = ExpertsSpec(
+        count=config.num_local_experts,
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        router="mlp.router",
+        expert="mlp.experts.{}",
+        gate_up=("gate_up_proj",),
+        down="down_proj",
+        softmax_of_chosen=True,
+        bias=True,
+        clamped=(config.swiglu_alpha, config.swiglu_limit),
+    )
+    layers = [dataclasses.replace(layer, experts=experts) for layer in _typed(config)]
+    return _decoder(config, layers, qkv_bias=bias, out_bias=bias, sinks=True)
+
+
 _MAKERS: MappingProxyType[str, Callable[[Any], DecoderSpec]] = MappingProxyType(
     {
         "llama": _llama,
@@ -200,5 +218,6 @@ _MAKERS: MappingProxyType[str, Callable[[Any], DecoderSpec]] = MappingProxyType(
         "mixtral": _mixtral,
         "qwen2_moe": _qwen2_moe,
         "qwen3_moe": _qwen3_moe,
+        "gpt_oss": _gpt_oss,
     }
 )

@@ -92,6 +92,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Qwen3MoeForCausalLM",
             _SIZES | _QWEN_EXPERTS | {"use_sliding_window", "sliding_window", "attention_bias", "num_local_experts"},
         ),
+        # Its files say some things twice: experts_per_token and initial_context_length are never read.
+        "gpt_oss": Family(
+            "GptOssForCausalLM",
+            _SIZES
+            | _EXPERTS
+            | {"num_local_experts", "sliding_window", "layer_types", "attention_bias", "swiglu_alpha", "swiglu_limit"}
+            | {"experts_per_token", "initial_context_length"},
+        ),
     }
 )
 
@@ -114,8 +122,9 @@ def problem(config: Mapping[str, Any], *, known: Collection[str] | None = None) 
     architectures = config.get("architectures") or [family.architecture]
     if family.architecture not in architectures:
         return f"its architectures {architectures!r} are not {family.architecture}"
-    if config.get("quantization_config"):
-        return "its weights are quantised (quantization_config)"
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+        return f"its weights are quantised{f' in {method}' if method else ''} (quantization_config)"
     for name, value in config.items():
         understood = name in family.fields or name in _NEUTRAL or name.startswith("_") or name.endswith("_token_id")
         if not understood and value is not None and (known is None or name in known):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trivet_native.layers import Block, BlockWeights, FeedForward, GatedMLP, Scratch, gate_with
-from trivet_native.moe import Experts
+from trivet_native.moe import ClampedSwiGLU, Experts
 from trivet_torch.embedding import DeviceEmbedding, FileEmbedding
 from trivet_torch.linear import PlainLinear, make_linear
 
@@ -119,19 +119,29 @@ class Loader:
             return self._mlp(f"{path}.mlp", spec.gate_up, "down_proj", spec.intermediate_size, bias=spec.mlp_bias)
         return self._experts(path, layer.experts)
 
-    def _mlp(self, path: str, gate_up: Sequence[str], down: str, size: int, *, bias: bool = False) -> GatedMLP:
+    def _mlp(
+        self,
+        path: str,
+        gate_up: Sequence[str],
+        down: str,
+        size: int,
+        *,
+        bias: bool = False,
+        gate: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+    ) -> GatedMLP:
         hidden = self._spec.hidden_size
         names = [f"{path}.{name}" for name in gate_up]
         return GatedMLP(
             self._linear(names, _shares([size, size], len(names)), hidden, bias=bias),
             self._linear([f"{path}.{down}"], [hidden], size, bias=bias),
-            self._gate,
+            gate or self._gate,
             self._scratch,
             sliced=self._device.type == "cpu" and not self._plain,
         )
 
     def _experts(self, path: str, experts: ExpertsSpec) -> Experts:
         hidden = self._spec.hidden_size
+        gate = None if experts.clamped is None else ClampedSwiGLU(*experts.clamped)
         shared = shared_gate = None
         if experts.shared_size:
             shared = self._mlp(f"{path}.mlp.shared_expert", experts.gate_up, experts.down, experts.shared_size)
@@ -146,6 +156,7 @@ class Loader:
                     experts.down,
                     experts.intermediate_size,
                     bias=experts.bias,
+                    gate=gate,
                 )
                 for index in range(experts.count)
             ],

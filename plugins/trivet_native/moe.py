@@ -15,6 +15,24 @@ if TYPE_CHECKING:
     from trivet_torch.linear import Linear
 
 
+class ClampedSwiGLU:
+    """GPT-OSS's activation ``gate * sigmoid(slope * gate) * (up + 1)``, with ``gate`` at most ``limit`` and ``up``
+    within ``±limit``. Gate and up take turns in the columns of its input.
+
+    Source: the model card of gpt-oss-120b and gpt-oss-20b, 2025, and GptOssExperts of transformers.
+    """
+
+    def __init__(self, slope: float, limit: float) -> None:
+        self._slope, self._limit = slope, limit
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` ``[T, 2N]``; returns ``[T, N]``, in ``out`` if that is given. Computed in float32, rounded once."""
+        gate = x[:, ::2].float().clamp(max=self._limit)
+        up = x[:, 1::2].float().clamp(-self._limit, self._limit)
+        product = torch.sigmoid(gate * self._slope).mul_(gate).mul_(up.add_(1))
+        return product.to(x.dtype) if out is None else out.copy_(product)
+
+
 class Experts:
     """Every token goes through the ``top_k`` experts that its router scores highest, and through the shared expert if
     there is one (Shazeer et al., "Outrageously Large Neural Networks", 2017).

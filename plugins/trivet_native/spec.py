@@ -9,7 +9,7 @@ from typing import Any, Literal
 from trivet.roles.kv import KVKind
 
 #: how a feed-forward network combines its gate and its other half
-Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class ExpertsSpec:
     softmax_of_chosen: bool = False
     #: whether the router and the experts have biases
     bias: bool = False
+    #: slope and limit of the activation, if it is :class:`trivet_native.moe.ClampedSwiGLU`; None: the model's
+    clamped: tuple[float, float] | None = None
     #: size of the expert that every token goes through, 0 if there is none
     shared_size: int = 0
 

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file, save_file
 from test_gguf_models import MODELS, make_model, write_gguf
@@ -136,6 +137,54 @@ def test_experts_that_a_folder_stacks_are_single_matrices(name: str, tmp_path: P
     assert stacked["model.layers.0.mlp.experts.gate_up_proj"].ndim == 3
     save_file(stacked, folder / "model.safetensors")
     check_tensors(open_weights(folder), expected, torch.float32)
+
+
+def gpt_oss(folder: Path) -> dict[str, torch.Tensor]:
+    """Save a random GPT-OSS model in ``folder``; returns its parameters, experts as single matrices."""
+    config = transformers.GptOssConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    model.save_pretrained(folder)
+    expected = {}
+    for name, value in model.state_dict().items():
+        path, _, kind = name.rpartition(".experts.")
+        if not path:
+            expected[name] = value
+        elif kind.endswith("_bias"):
+            expected |= {f"{path}.experts.{i}.{kind.removesuffix('_bias')}.bias": v for i, v in enumerate(value)}
+        else:
+            expected |= {f"{path}.experts.{i}.{kind}.weight": v.t() for i, v in enumerate(value)}
+    return expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_of_gpt_oss_are_single_matrices(dtype: torch.dtype, tmp_path: Path) -> None:
+    expected = gpt_oss(tmp_path)
+    assert expected["model.layers.1.mlp.experts.2.gate_up_proj.weight"].shape == (24, 16)
+    check_tensors(open_weights(tmp_path), expected, dtype)
+
+
+def test_linear_of_a_transposed_matrix_is_dense(tmp_path: Path) -> None:
+    expected = gpt_oss(tmp_path)
+    weights = open_weights(tmp_path)
+    name = "model.layers.0.mlp.experts.1.down_proj"
+    tensors = weights.linear(name).tensors
+    assert tensors.keys() == {"weight", "bias"}
+    assert tensors["weight"].is_contiguous()
+    assert torch.equal(tensors["weight"], expected[f"{name}.weight"])
+    assert torch.equal(tensors["bias"], expected[f"{name}.bias"].float())
+    assert weights.matrix(f"{name}.weight", torch.bfloat16).rows(3, 9).is_contiguous()
 
 
 # --- linear layers as stored -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -46,6 +47,8 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 # Experts as transformers' models hold them, for folders that were saved in that form: gate above up, all in one tensor.
 _STACKED = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)")
+# GPT-OSS, whose checkpoints have no other form: each matrix is transposed, and gate and up take turns in its columns.
+_GPT_OSS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 # By model type: module of the experts in the checkpoint, names of gate, up and down there.
 EXPERT_NAMES: Mapping[str, tuple[str, tuple[str, str, str]]] = MappingProxyType(
     {
@@ -58,7 +61,8 @@ EXPERT_NAMES: Mapping[str, tuple[str, tuple[str, str, str]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a tensor lies: bytes ``[start, end)`` of a file, row after row."""
+    """Where a tensor lies: bytes ``[start, end)`` of a file, row after row, or column after column if ``transposed``
+    (matrices only)."""
 
     file: MappedFile
     path: Path
@@ -66,6 +70,16 @@ class _Entry:
     shape: tuple[int, ...]
     start: int
     end: int
+    transposed: bool = False
+
+    def item(self, index: int) -> _Entry:
+        """The vector ``index`` of a stack ``[count, size]``; of a stack ``[count, columns, rows]`` the matrix ``index``
+        as ``[rows, columns]``."""
+        count, *shape = self.shape
+        num_bytes = (self.end - self.start) // count
+        start = self.start + index * num_bytes
+        is_matrix = len(shape) > 1
+        return _Entry(self.file, self.path, self.stored, tuple(reversed(shape)), start, start + num_bytes, is_matrix)
 
     def part(self, index: int, row: int, num_rows: int) -> _Entry:
         """Rows ``[row, row + num_rows)`` of the matrix ``index`` of a stack ``[count, rows, columns]``."""
@@ -81,6 +95,11 @@ class _FolderWeights(StoredWeights):
     ) -> None:
         super().__init__(folder, config, eos_token_ids)
         self._entries = entries
+        #: the names of what belongs to each module, by their last parts
+        self._modules: dict[str, dict[str, str]] = defaultdict(dict)
+        for name in entries:
+            module, _, suffix = name.rpartition(".")
+            self._modules[module][suffix] = name
 
     @property
     def names(self) -> Collection[str]:
@@ -96,10 +115,12 @@ class _FolderWeights(StoredWeights):
         return self._view(name).to(dtype)
 
     def _range(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        return self._view(name)[start:stop].to(dtype)
+        return self._view(name)[start:stop].to(dtype).contiguous()
 
     def _release_rows(self, name: str, start: int, stop: int) -> None:
         entry = self._entry(name)
+        if entry.transposed:
+            return  # a row lies all over the matrix, whose pages go with :meth:`release`
         row_bytes = (entry.end - entry.start) // entry.shape[0]
         entry.file.release(entry.start + start * row_bytes, entry.start + stop * row_bytes)
 
@@ -107,10 +128,9 @@ class _FolderWeights(StoredWeights):
         weight = f"{name}.weight"
         rows, columns = self._matrix_shape(weight)
         tensors = {}
-        for full_name in self.names:
-            module, _, suffix = full_name.rpartition(".")
-            if module == name:
-                tensors[suffix] = self.tensor(full_name, torch.float32) if suffix == "bias" else self._view(full_name)
+        for suffix, full_name in self._modules[name].items():
+            stored = self.tensor(full_name, torch.float32) if suffix == "bias" else self._view(full_name)
+            tensors[suffix] = stored.contiguous()
         return StoredLinear(name, (rows, columns), self.stored(weight), tensors)
 
     def rows(self, name: str, indices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,6 +143,7 @@ class _FolderWeights(StoredWeights):
     def close(self) -> None:
         # A mapping goes when the last view of it does.
         self._entries = {}
+        self._modules = {}
 
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)
@@ -137,7 +158,8 @@ class _FolderWeights(StoredWeights):
         data = entry.file.bytes[entry.start : entry.end]
         if entry.start % dtype.itemsize:
             data = data.clone()  # nothing obliges a writer to align, torch does
-        return data.view(dtype).view(entry.shape)
+        values = data.view(dtype)
+        return values.view(entry.shape[::-1]).t() if entry.transposed else values.view(entry.shape)
 
 
 def open_folder(folder: Path, *, trust_remote_code: bool) -> StoredWeights:
@@ -199,6 +221,8 @@ def _dtype(name: str, entry: _Entry) -> torch.dtype:
 
 def _unstacked(entries: dict[str, _Entry], config: PreTrainedConfig) -> dict[str, _Entry]:
     """Replace stacked experts by single matrices under the checkpoint's names."""
+    if config.model_type == "gpt_oss":
+        return _unstacked_gpt_oss(entries)
     if config.model_type not in EXPERT_NAMES:
         return entries
     module, (gate, up, down) = EXPERT_NAMES[config.model_type]
@@ -213,4 +237,18 @@ def _unstacked(entries: dict[str, _Entry], config: PreTrainedConfig) -> dict[str
         for index in range(count):
             for part, (row, num_rows) in parts.items():
                 result[f"{match[1]}{module}.{index}.{part}.weight"] = entry.part(index, row, num_rows)
+    return result
+
+
+def _unstacked_gpt_oss(entries: dict[str, _Entry]) -> dict[str, _Entry]:
+    """Replace GPT-OSS's stacked experts by single matrices and biases; gate and up stay one matrix, taking turns."""
+    result: dict[str, _Entry] = {}
+    for name, entry in entries.items():
+        match = _GPT_OSS.fullmatch(name)
+        if match is None or len(entry.shape) != (2 if match[3] else 3):
+            result[name] = entry
+            continue
+        kind = "bias" if match[3] else "weight"
+        for index in range(entry.shape[0]):
+            result[f"{match[1]}.{index}.{match[2]}.{kind}"] = entry.item(index)
     return result

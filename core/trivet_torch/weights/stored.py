@@ -47,7 +47,9 @@ class StoredWeights(ABC):
     """The tensors of one model, named as in its Hugging Face checkpoint whatever the file's format.
 
     Experts are single matrices (``model.layers.0.mlp.experts.3.gate_proj.weight``, Mixtral's
-    ``block_sparse_moe.experts.3.w1.weight``), also where a file stacks them.
+    ``block_sparse_moe.experts.3.w1.weight``), also where a file stacks them. Checkpoints of GPT-OSS have stacks only;
+    its experts are ``mlp.experts.3.gate_up_proj`` ``[2 * intermediate, hidden]``, whose rows are gate, up, gate, up, …,
+    and ``mlp.experts.3.down_proj`` ``[hidden, intermediate]``, with ``weight`` and ``bias`` each.
     """
 
     #: the model's transformers configuration

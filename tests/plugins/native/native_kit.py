@@ -74,6 +74,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2MoeConfig", _QWEN_MOE | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
     "qwen3_moe": ("Qwen3MoeConfig", _QWEN_MOE | {"head_dim": 16, "norm_topk_prob": True}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "rope_parameters": _YARN | {"truncate": False},
+            "swiglu_limit": 0.5,
+        },
+    ),
     "llama3 rope": ("LlamaConfig", {"rope_parameters": _LLAMA3}),
     "yarn": ("Qwen2Config", {"rope_parameters": _YARN}),
     "linear rope": (
@@ -137,15 +149,16 @@ def make_native(name: str, *, dtype: str = "float32", max_model_len: int | None 
     return NativeModel(context, NativeOptions(**given))
 
 
-def native_runner(name: str, *, block_size: int = 4, **given: Any) -> Driver:
-    """A loaded runner with the native model, torch's attention and greedy sampling, behind a driver."""
+def native_runner(name: str, *, block_size: int = 4, attention: Any = None, **given: Any) -> Driver:
+    """A loaded runner with the native model, torch's attention unless another is given, and greedy sampling, behind a
+    driver."""
     from trivet_torch.options import RunnerOptions
     from trivet_torch.runner import TorchRunner
 
     model = make_native(name, **given)
     context: Any = model._context
     context.roles |= {
-        "attention": TorchAttention(SimpleNamespace(device="cpu")),
+        "attention": attention or TorchAttention(SimpleNamespace(device="cpu")),
         "sampler": GreedySampler(),
         "model": model,
     }

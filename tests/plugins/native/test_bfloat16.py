@@ -14,7 +14,7 @@ PROMPT = [3 + (7 * i) % 70 for i in range(29)]
 NEAR = 0.15
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen2_moe", "gpt_oss"])
 def test_tokens_are_the_best_or_nearly(tmp_path: Path, case: str) -> None:
     network = make_model(case).to(torch.bfloat16)
     driver = native_runner(save(network, tmp_path), dtype="bfloat16")

@@ -45,3 +45,9 @@ class TestGemma3(_Native):
 
 class TestMixtral(_Native):
     case = "mixtral"
+
+
+class TestGptOss(_Native):
+    """Sinks, and sliding windows of 8 tokens in every other layer."""
+
+    case = "gpt_oss"
