@@ -88,6 +88,22 @@ def test_a_changed_source_is_compiled_anew(sources: Path, tmp_path: Path, name: 
 
 
 @needs_compiler
+@pytest.mark.parametrize("damage", ["empty", "cut short", "changed"])
+def test_a_damaged_library_is_compiled_anew(sources: Path, tmp_path: Path, damage: str) -> None:
+    path = build.build([GENERIC], tmp_path / "cache")
+    content = path.read_bytes()
+    middle = len(content) // 2
+    damaged = {
+        "empty": b"",
+        "cut short": content[:middle],
+        "changed": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+    }
+    path.write_bytes(damaged[damage])
+    assert build.build([GENERIC], tmp_path / "cache") == path
+    assert build.load(path).two() == 2
+
+
+@needs_compiler
 def test_a_level_that_the_compiler_does_not_know_is_passed_over(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +154,26 @@ def test_a_compiler_that_fails_says_why(
         assert build.library() is None
     assert "cannot find stdint.h" in caplog.text
     assert not list(build.cache_folder().iterdir())
+
+
+def test_a_compiler_may_complain_in_any_encoding(
+    fresh: None, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_compiler(tmp_path, monkeypatch, "printf 'erreur irr\\351cup\\351rable'; exit 1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert "cup" in (build.problem() or "")
+
+
+@needs_compiler
+def test_a_user_without_a_home_gets_a_library(fresh: None, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    found = build.library()
+    assert found is not None
+    assert found.two() == 2
 
 
 @needs_compiler

@@ -32,6 +32,8 @@ _SOURCES = Path(__file__).parent / "csrc"
 _COMPILERS = ("gcc", "cc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-psabi")
 _TIMEOUT = 300
+#: bytes of the digest that ends a library; loaders do not look beyond what they need
+_SEAL = hashlib.sha256().digest_size
 _lock = threading.Lock()
 
 
@@ -80,13 +82,20 @@ def _built() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept: ``$XDG_CACHE_HOME/trivet/kernels``, by default under ``~/.cache``."""
+    """Where compiled libraries are kept: ``$XDG_CACHE_HOME/trivet/kernels``, by default under ``~/.cache``.
+
+    Raises:
+        FileNotFoundError: The user has no home.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "trivet" / "kernels"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "trivet" / "kernels"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"neither HOME nor XDG_CACHE_HOME is set: {error}") from error
 
 
 def build(levels: Sequence[Level], folder: Path) -> Path:
-    """The library for the first of ``levels`` that the compiler knows, compiled unless ``folder`` has it.
+    """The library for the first of ``levels`` that the compiler knows, compiled unless ``folder`` has it undamaged.
 
     Processes that compile the same at once do not disturb each other: each writes a file of its own and moves it into
     place.
@@ -102,7 +111,7 @@ def build(levels: Sequence[Level], folder: Path) -> Path:
     said = ""
     for level in levels:
         target = folder / f"{level.name}-{_digest(found, level)}.so"
-        if target.is_file():
+        if _is_whole(target):
             return target
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
@@ -113,6 +122,7 @@ def build(levels: Sequence[Level], folder: Path) -> Path:
         try:
             said = _compile(command, found, sources, temporary)
             if not said:
+                _seal(temporary)
                 temporary.chmod(0o755)
                 temporary.replace(target)
                 logger.info("compiled the native CPU kernels for %s: %s", level.name, target)
@@ -122,13 +132,32 @@ def build(levels: Sequence[Level], folder: Path) -> Path:
     raise BuildError(f"{found} cannot compile them: {said.strip()[-500:]}")
 
 
+def _seal(path: Path) -> None:
+    """End a library with its digest."""
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    with path.open("ab") as file:
+        file.write(digest)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a library and it is as it was written. Loading one that was cut short may kill the process."""
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-_SEAL]).digest() == content[-_SEAL:]
+
+
 def _compile(command: list[str], linker: str, sources: Sequence[Path], target: Path) -> str:
     """Compile every source, all at once, and link them into ``target``; returns what went wrong, empty if nothing."""
     with tempfile.TemporaryDirectory() as work:
         objects = [Path(work) / f"{source.stem}.o" for source in sources]
         running = [
             subprocess.Popen(  # noqa: S603 - the system's compiler on our own sources
-                [*command, str(source), "-o", str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                [*command, str(source), "-o", str(out)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
             )
             for source, out in zip(sources, objects, strict=True)
         ]
@@ -146,6 +175,7 @@ def _compile(command: list[str], linker: str, sources: Sequence[Path], target: P
             [linker, "-shared", "-o", str(target), *map(str, objects), "-lm"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_TIMEOUT,
             check=False,
         )
@@ -184,10 +214,11 @@ def _openmp_runtime() -> str | None:
 
 @functools.cache
 def _digest(found: str, level: Level) -> str:
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603
+    version = subprocess.run([found, "--version"], capture_output=True, timeout=60, check=False).stdout  # noqa: S603
     digest = hashlib.sha256()
-    for part in (found, version, platform.machine(), *platform.libc_ver(), *_FLAGS, *level.flags):
+    for part in (found, platform.machine(), *platform.libc_ver(), *_FLAGS, *level.flags):
         digest.update(part.encode() + b"\0")
+    digest.update(version + b"\0")
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
