@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from test_gguf_models import MODELS, make_model, write_gguf
 
 from trivet.errors import ModelLoadError
@@ -70,3 +71,33 @@ def test_bytes_in_memory(location: Path) -> None:
 def test_a_missing_matrix_is_named(location: Path) -> None:
     with pytest.raises(ModelLoadError, match="hold no tensor 'model.embeddings.weight'"):
         FileEmbedding(open_weights(location), "model.embeddings.weight", dtype=torch.float32)
+
+
+def resident_bytes(file: Path) -> int:
+    """What the process has in memory of a mapped file."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    found, total = False, 0
+    for line in lines:
+        head = line.split(maxsplit=1)[0]
+        if not head.endswith(":"):
+            found = line.endswith(str(file))
+        elif found and head == "Rss:":
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="the system does not tell what is resident")
+def test_many_lookups_do_not_bring_the_whole_file_into_memory(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=8192, hidden_size=512, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = open_weights(tmp_path)
+    embedding = FileEmbedding(weights, NAME, dtype=torch.float32)
+    most = 0
+    for start in range(0, 8192, 128):
+        rows = embedding(torch.arange(start, start + 128))
+        assert torch.equal(rows, weights.tensor(NAME, torch.float32)[start : start + 128])
+        most = max(most, resident_bytes(file))
+    assert 0 < most < 8192 * 512 * 4 / 2
