@@ -55,6 +55,7 @@ class NativeModel(Model):
         check_rope(name, weights.config, self._max_len)
         self._layers = [_limited(layer, self._max_len) for layer in spec.layers]
         self._decoder = self._build(weights, device)
+        self.capturable = self._can_be_recorded(device)
         return ModelInfo(
             vocab_size=spec.vocab_size,
             max_model_len=spec.max_positions,
@@ -91,6 +92,16 @@ class NativeModel(Model):
         )
         loader.finish()
         return decoder
+
+    def _can_be_recorded(self, device: torch.device) -> bool:
+        """See :attr:`Model.capturable`. On a CPU embeddings are read from the file; with experts their counts are read;
+        what a quantization provider computes is not known here."""
+        return (
+            device.type != "cpu"
+            and not self._options.compile
+            and self._context.get("quantization") is None
+            and all(layer.experts is None for layer in self._spec.layers)
+        )
 
     def _quantization(self) -> Quantization | None:
         found: Quantization | None = self._context.get("quantization")
