@@ -4,8 +4,11 @@ depend on: the rest of the batch, chunks of a prompt, threads, and whatever else
 from __future__ import annotations
 
 import ctypes
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -349,6 +352,26 @@ def test_any_strides_and_integer_types(library: ctypes.CDLL, dtype: torch.dtype)
     case.block_table = case.block_table.long().t().contiguous().t()
     case.seq_lens, case.slot_mapping = case.seq_lens.long(), case.slot_mapping.int()
     assert torch.equal(case.run(library), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the size of a process is read from /proc")
+def test_a_thread_that_ends_leaves_no_memory_behind(library: ctypes.CDLL) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+
+    case = make_case([(1, 600)], head_dim=256)
+    caches = _copied(case.key_cache), _copied(case.value_cache)
+
+    def run_threads(count: int) -> None:
+        for _ in range(count):
+            thread = threading.Thread(target=case.run_on, args=(library, *caches))
+            thread.start()
+            thread.join()
+
+    run_threads(5)
+    before = resident()
+    run_threads(200)
+    assert (resident() - before) * 4096 < 16 << 20
 
 
 def test_caches_that_it_cannot_read_are_refused(library: ctypes.CDLL) -> None:

@@ -1,6 +1,8 @@
 /* Paged attention for a mixed batch: what is computed by whom. See attention.h. */
 #include "attention.h"
 
+#include <pthread.h>
+
 /* The work of a call, cut into tasks. */
 typedef struct {
     plan_t *plans;
@@ -16,6 +18,31 @@ enum { MANY = 1 << 20 };
 /* Tasks that there should be for each thread, so that all end at about the same time. */
 enum { TASKS_PER_THREAD = 4 };
 
+static pthread_key_t buffers_key;
+static pthread_once_t buffers_once = PTHREAD_ONCE_INIT;
+
+static void free_buffers(void *pointer) {
+    buffers_t *buffers = pointer;
+    free(buffers->plans.data);
+    free(buffers->tasks.data);
+    free(buffers->states.data);
+    free(buffers->scratch.data);
+    free(buffers);
+}
+
+static void make_key(void) { pthread_key_create(&buffers_key, free_buffers); }
+
+buffers_t *trivet_attention_buffers(void) {
+    pthread_once(&buffers_once, make_key);
+    buffers_t *buffers = pthread_getspecific(buffers_key);
+    if (buffers) return buffers;
+    buffers = calloc(1, sizeof *buffers);
+    if (buffers && pthread_setspecific(buffers_key, buffers)) {
+        free(buffers);
+        return NULL;
+    }
+    return buffers;
+}
 
 static int64_t num_queries(const call_t *call, int64_t row) {
     return (call->step->query_start[row + 1] - call->step->query_start[row]) * call->per_head;
@@ -78,12 +105,13 @@ static int64_t split(const call_t *call, plan_t *plans, int64_t num_units, int64
 }
 
 static int make_work(const call_t *call, work_t *work) {
-    static __thread buffer_t plan_buffer, task_buffer, state_buffer;
+    buffers_t *buffers = trivet_attention_buffers();
+    if (!buffers) return -1;
     const trivet_attention_step *step = call->step;
     const int64_t heads = call->layer->num_kv_heads;
     int64_t most = 0, num_units = 0, elements = 0;
     for (int64_t row = 0; row < step->num_rows; row++) most += num_tiles(num_queries(call, row)) * heads;
-    plan_t *plans = work->plans = grow(&plan_buffer, (size_t)most * sizeof(plan_t) + 64);
+    plan_t *plans = work->plans = grow(&buffers->plans, (size_t)most * sizeof(plan_t) + 64);
     if (!plans) return -1;
     for (int32_t row = 0; row < step->num_rows; row++)
         num_units += plan_row(call, row, heads, plans + num_units, &elements);
@@ -99,8 +127,8 @@ static int make_work(const call_t *call, work_t *work) {
     }
     int64_t num_tasks = num_units;
     if (work->num_threads > 1) num_tasks += split(call, plans, num_units, work->num_threads, &states);
-    task_t *tasks = work->tasks = grow(&task_buffer, (size_t)num_tasks * sizeof(task_t) + 64);
-    work->states = grow(&state_buffer, (size_t)states * sizeof(float) + 64);
+    task_t *tasks = work->tasks = grow(&buffers->tasks, (size_t)num_tasks * sizeof(task_t) + 64);
+    work->states = grow(&buffers->states, (size_t)states * sizeof(float) + 64);
     if (!tasks || !work->states) return -1;
     for (int64_t i = 0; i < num_units; i++) {
         const plan_t *plan = &plans[i];

@@ -91,6 +91,14 @@ static inline void *grow(buffer_t *buffer, size_t size) {
     return buffer->data;
 }
 
+/* What a thread keeps from call to call; it is freed when the thread ends. */
+typedef struct {
+    buffer_t plans, tasks, states, scratch;
+} buffers_t;
+
+/* Those of the calling thread, NULL if there is no memory. */
+HIDDEN_SYMBOL buffers_t *trivet_attention_buffers(void);
+
 static inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 /* The first position that a query at `position` sees. */

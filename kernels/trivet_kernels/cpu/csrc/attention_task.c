@@ -153,8 +153,9 @@ int32_t trivet_attention_heads(int64_t count) {
 }
 
 void *trivet_attention_scratch(const call_t *call) {
-    static __thread buffer_t buffer;
     static __thread scratch_t scratch;
+    buffers_t *buffers = trivet_attention_buffers();
+    if (!buffers) return NULL;
     const int64_t dim = round_up(call->layer->key.dim, 16), v_dim = round_up(call->layer->value.dim, 16);
     const int64_t sizes[] = {MAX_LANES * dim,  MAX_LANES,        MAX_LANES,
                              MAX_LANES,        BLOCK * 2 * FULL, BLOCK * 2 * FULL,
@@ -163,7 +164,7 @@ void *trivet_attention_scratch(const call_t *call) {
     enum { COUNT = sizeof sizes / sizeof *sizes };
     int64_t total = 0;
     for (int i = 0; i < COUNT; i++) total += round_up(sizes[i], 16);
-    float *data = grow(&buffer, (size_t)total * sizeof(float)), *part[COUNT];
+    float *data = grow(&buffers->scratch, (size_t)total * sizeof(float)), *part[COUNT];
     if (!data) return NULL;
     for (int i = 0; i < COUNT; data += round_up(sizes[i++], 16)) part[i] = data;
     scratch = (scratch_t){part[0], (int32_t *)part[1], (int32_t *)part[2], part[3], part[4],
