@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from trivet_schemas.options import Options
 
 
@@ -16,16 +14,19 @@ class _Common(Options):
     """What activations are rounded to in front of each product. `int16` is as good as bfloat16 and takes twice as long
     where many tokens are computed at a time; a single stream is not slower."""
     activation_group: Literal[32, 64, 128] | None = 32
-    """Values of an activation that share a scale; a multiple of the weights' group, which it is raised to. None: the
-    whole row, which is fastest and least accurate."""
+    """Values of an activation that share a scale, at least as many as share one of the weights'. None: the whole row,
+    which is least accurate."""
 
 
 class Int8Options(_Common):
     """Weights of eight bits, symmetric about zero."""
 
-    group: Literal[32, 64, 128] | None = 32
-    """Values of a row that share a scale. Blocks of a GGUF file are taken over without loss with 32. None: the whole
-    row."""
+    activation_group: Literal[32, 64, 128] | None = 64
+    """Values of an activation that share a scale, at least as many as share one of the weights'. None: the whole row,
+    which is least accurate."""
+    group: Literal[32, 64, 128] | None = 64
+    """Values of a row that share a scale. The longer, the faster and the less accurate; with 32 blocks of a GGUF file
+    are taken over without loss. None: the whole row."""
     lm_head: bool = True
     """Whether the output projection is quantised too."""
 
@@ -45,5 +46,5 @@ class Int4Options(_Common):
 class GgufOptions(_Common):
     """The precision of the file."""
 
-    lm_head: bool = Field(True)
+    lm_head: bool = True
     """Whether the output projection keeps the file's blocks; otherwise it is computed in the model's dtype."""

@@ -173,23 +173,25 @@ class QuantizedLinear:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` ``[T, in]`` float32 or bfloat16 (other types are converted), rows may be strided. Writes to ``out``
         ``[T, out]``, float32 or bfloat16 with rows that may be strided too, or to a new tensor of the type of ``x``."""
-        dtype = x.dtype
-        if dtype not in _DTYPES or x.stride(1) != 1:
+        dtype, number = x.dtype, _DTYPES.get(x.dtype)
+        rows, stride = x.shape[0], x.stride()
+        if number is None or stride[1] != 1:
             wide = x.contiguous() if dtype in _DTYPES else x.float()
             result = self(wide, out)
             return result if out is not None else result.to(dtype)
-        rows = x.shape[0]
         if out is None:
-            out = torch.empty((rows, self.out_features), dtype=dtype)
+            out, out_stride, out_number = torch.empty((rows, self.out_features), dtype=dtype), self.out_features, number
+        else:
+            out_stride, out_number = out.stride(0), _DTYPES[out.dtype]
         if self._multiply(
             self._address,
             x.data_ptr(),
-            x.stride(0),
-            _DTYPES[dtype],
+            stride[0],
+            number,
             rows,
             out.data_ptr(),
-            out.stride(0),
-            _DTYPES[out.dtype],
+            out_stride,
+            out_number,
             torch.get_num_threads(),
         ):
             raise MemoryError(f"no memory for {rows} rows of {self.in_features} rounded activations")

@@ -89,10 +89,11 @@ def tokens(rows: int, columns: int) -> Tensor:
 @pytest.mark.parametrize(
     ("quantization", "most"),
     [
-        (int8(), 0.009),
+        (int8(), 0.011),
+        (int8(group=32, activation_group=32), 0.009),
         (int8(group=None, activation_group=None), 0.014),
         (int8(group=128, activation_group=128), 0.012),
-        (int8(activations="int16"), 0.006),
+        (int8(activations="int16"), 0.007),
         (int4(), 0.085),
         (int4(offsets=False), 0.095),
         (int4(activations="int16"), 0.085),
@@ -124,7 +125,7 @@ def test_blocks_are_taken_over(kind: str, columns: int) -> None:
 def test_int8_takes_blocks_over(kind: str) -> None:
     part, weight = blocks(kind, 40, 256)
     x = tokens(3, 256)
-    assert error(int8(activations="int16").linear([part])(x), x @ weight.T) < 5e-5
+    assert error(int8(group=32, activations="int16").linear([part])(x), x @ weight.T) < 5e-5
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
@@ -206,7 +207,7 @@ def test_weights_of_any_size() -> None:
     """Scales are float16 numbers, and tiny weights are not lost to their range."""
     for size in (1e-4, 0.01, 100.0):
         weight = floats(32, 64) * size
-        for quantization, most in ((int8(activations="int16"), 0.006), (int4(activations="int16"), 0.09)):
+        for quantization, most in ((int8(activations="int16"), 0.007), (int4(activations="int16"), 0.09)):
             found = quantization.linear([stored(weight)])(torch.eye(64)).T
             assert error(found, weight) < most
 
