@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +40,8 @@ class Decoder:
         self._norm, self._head, self._ops = norm, head, ops
         self._pieces = [(block.before, block.after) for block in blocks]
         if compiled:
-            compile_: Any = functools.partial(torch.compile, dynamic=True)
             self._pieces = [
-                (compile_(block.before), compile_(block.after) if layer.experts is None else block.after)
+                (_compiled(block.before), _compiled(block.after) if layer.experts is None else block.after)
                 for block, layer in zip(blocks, spec.layers, strict=True)
             ]
 
@@ -81,3 +79,17 @@ class Decoder:
         """Bytes of memory that the weights take; what is read from the file when it is needed takes none."""
         blocks = sum(block.weights.num_bytes for block in self._blocks)
         return blocks + self._embedding.weight_bytes + self._norm.nbytes + self._head.weight_bytes
+
+
+def _compiled(piece: Callable[..., Any]) -> Callable[..., Any]:
+    """``piece``, compiled for any number of rows; the shapes of weights are constants, which is quicker to compile than
+    to have all sizes vary."""
+    compiled = torch.compile(piece)
+
+    def call(*tensors: Tensor | None) -> Any:
+        for tensor in tensors:
+            if tensor is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(*tensors)
+
+    return call

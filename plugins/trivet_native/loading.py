@@ -52,7 +52,7 @@ class Loader:
         can look into."""
         self._weights, self._spec, self._dtype, self._device = weights, spec, dtype, device
         self._quantization, self._ops, self._tables, self._plain = quantization, ops, tables, plain
-        # On accelerators torch keeps freed memory at hand, and recorded steps (CUDA graphs) need what they take to stay.
+        # On accelerators torch keeps freed memory at hand, and what a recorded step (CUDA graph) takes has to stay.
         self._scratch = Scratch(dtype, device) if device.type == "cpu" and not plain else None
         self._embedding: DeviceEmbedding | None = None
         self._gate: Callable[[Tensor, Tensor | None], Tensor] = gate_with(spec.activation, ops)
