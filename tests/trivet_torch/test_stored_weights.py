@@ -293,6 +293,9 @@ def test_truncated_files(location: Path) -> None:
     [
         ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, r"'x' has 8 bytes, which do not fit its shape \[3\]"),
         ({"dtype": "F32", "shape": None, "data_offsets": [0, 8]}, "entry of tensor 'x' is damaged"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, r"'x' of the shape \[2\] at bytes -8 to 0"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [-9999, -9991]}, "which cannot be"),
+        ({"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}, "which cannot be"),
     ],
 )
 def test_damaged_header(entry: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -200,6 +200,11 @@ def _entry(name: str, value: Mapping[str, Any], file: MappedFile, path: Path, ba
         raise ModelLoadError(
             f"{path}: the header's entry of tensor {name!r} is damaged ({error}); download the model again"
         ) from error
+    if not base <= start <= end or min(shape, default=0) < 0:
+        raise ModelLoadError(
+            f"{path}: the header puts tensor {name!r} of the shape {list(shape)} at bytes {start - base} to "
+            f"{end - base} of the data, which cannot be; the file is damaged: download the model again"
+        )
     entry = _Entry(file, path, stored, shape, start, end)
     if stored in _DTYPES and prod(shape) * _DTYPES[stored].itemsize != end - start:
         raise ModelLoadError(

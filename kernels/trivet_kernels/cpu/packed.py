@@ -27,6 +27,7 @@ _MAX_ROWS = 64
 _MAX_ROWS_WITH_TILES = 4
 #: what two orders of adding up may differ by, as a share of the largest result: a few steps of bfloat16
 _TOLERANCE = 2.0**-6
+_SEED = 20_261_130
 
 
 class PackedRows:
@@ -85,15 +86,23 @@ class _Layouts:
         self._known: dict[tuple[int, int], bool] = {}
 
     def agrees(self, kernel: PackedRows, packed: Tensor, shape: tuple[int, int]) -> bool:
+        """The verdict on a shape, from the first of its matrices that can show it; False for others before."""
         if shape not in self._known:
-            x = torch.randn(2, shape[1], generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+            x = torch.randn(2, shape[1], generator=torch.Generator().manual_seed(_SEED)).to(torch.bfloat16)
             expected = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "").float()
-            atol = _TOLERANCE * float(expected.abs().nan_to_num(0.0, 0.0).max())
-            same = torch.allclose(kernel(x, None).float(), expected, rtol=0.0, atol=atol, equal_nan=True)
-            if float(expected.abs().max()) == 0.0:
-                return False  # a matrix of zeros shows nothing
-            self._known[shape] = same
+            if not _tells_outputs_apart(expected):
+                return False
+            atol = _TOLERANCE * float(expected.abs().max())
+            self._known[shape] = torch.allclose(kernel(x, None).float(), expected, rtol=0.0, atol=atol)
         return self._known[shape]
+
+
+def _tells_outputs_apart(products: Tensor) -> bool:
+    """Whether another order of the outputs would show: they are finite, and most differ by more than the tolerance."""
+    if not products.isfinite().all():
+        return False
+    spread = products.std(dim=1) if products.shape[1] > 1 else products[:, 0].abs()
+    return bool((spread > 4 * _TOLERANCE * products.abs().max()).all())
 
 
 @functools.cache
