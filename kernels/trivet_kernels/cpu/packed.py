@@ -31,7 +31,7 @@ _SEED = 20_261_130
 
 
 class PackedRows:
-    """The product with one packed matrix. It reads the matrix' memory, so ``packed`` must live as long."""
+    """The product with one packed matrix, whose memory it reads."""
 
     def __init__(self, packed: Tensor, shape: tuple[int, int], padded: int) -> None:
         """``packed`` is the opaque tensor of ``[out, in] = shape``; its panels have ``padded`` inputs."""
@@ -39,6 +39,7 @@ class PackedRows:
         assert found is not None, "shown by packed_rows"
         self._product = found.trivet_packed_bf16
         self._product.restype, self._product.argtypes = None, (_P, _I, _P, _P, _P, *[_I] * 6)
+        self._packed = packed  # keeps the memory
         self._weight: int = torch.ops.mkldnn.data_ptr(packed)
         self._outputs, self._inputs = shape
         self._padded = padded
