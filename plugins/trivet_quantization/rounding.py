@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trivet_kernels.cpu.linear import round_to_four
+
 Rounded = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -30,8 +32,12 @@ def affine4(groups: Tensor) -> Rounded:
     """To sixteen levels ``scale * (0 … 15) + offset`` with a small squared error.
 
     Levels are laid over the range of a group, drawn in by several factors; weights are rounded to them, scale and
-    offset are fitted to the rounded weights by least squares, and the best of those is taken.
+    offset are fitted to the rounded weights by least squares, and the best of those is taken: by a native kernel, which
+    tries more, or here.
     """
+    native = round_to_four(groups, offsets=True)
+    if native is not None:
+        return native
     low, high = groups.aminmax(dim=-1, keepdim=True)
     middle, half = (high + low) / 2, (high - low) / 2
     mean = groups.mean(-1, keepdim=True)
@@ -57,6 +63,9 @@ def symmetric4(groups: Tensor) -> Rounded:
     """To ``scale * (-8 … 7)`` with a small squared error, stored from 0 to 15.
 
     The scale may be negative. As with :func:`affine4`, several are tried and fitted by least squares."""
+    native = round_to_four(groups, offsets=False)
+    if native is not None:
+        return native
     index = groups.abs().argmax(-1, keepdim=True)
     extreme = groups.gather(-1, index)
     best = None

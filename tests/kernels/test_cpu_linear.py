@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trivet_kernels.cpu import build
 from trivet_kernels.cpu.levels import LEVELS, usable_levels
-from trivet_kernels.cpu.linear import QuantizedLinear
-from trivet_kernels.reference.quantized import QuantizedMatrix, quantize_activations, quantized_linear
+from trivet_kernels.cpu.linear import QuantizedLinear, round_to_four
+from trivet_kernels.reference.quantized import QuantizedMatrix, quantized_linear
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="there is no C compiler")
 pytestmark = needs_compiler
@@ -232,8 +232,40 @@ def test_bytes_of_weights(library: ctypes.CDLL) -> None:
     assert four.weight_bytes == 64 * 128 + 2 * 64 * 8 * 2
 
 
-def test_rounding_keeps_what_it_says() -> None:
-    x = activations(5, 100)
-    largest = torch.nn.functional.pad(x, (0, 28)).view(5, 4, 32).abs().amax(-1).repeat_interleave(32, 1)[:, :100]
-    assert ((quantize_activations(x, 32) - x).abs() <= largest / 127 * 0.501).all()
-    assert ((quantize_activations(x, 32, 16) - x).abs() <= largest / 127 / 254 * 0.51).all()
+@pytest.mark.parametrize("offsets", [True, False])
+def test_rounding_to_four_bits(library: ctypes.CDLL, offsets: bool) -> None:
+    groups = torch.randn(40, 5, 32, generator=torch.Generator().manual_seed(0)) * 0.1 + 0.02
+    groups[3] = 0
+    groups[4] = 0.7
+    found = round_to_four(groups, offsets=offsets, library=library)
+    assert found is not None
+    values, scale, offset = found
+    assert (offset is not None) == offsets
+    assert values.max() <= 15
+    shift = torch.tensor(8) if offset is None else offset.unsqueeze(-1)
+    levels = values.float() - shift if offset is None else values.float()
+    back = levels * scale.unsqueeze(-1) + (0 if offset is None else shift)
+    assert back[3:5].sub(groups[3:5]).abs().max() < 1e-6
+    # Levels from end to end of a group, without a search.
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    if not offsets:
+        high = groups.abs().amax(-1, keepdim=True) * (7.5 / 7)
+        low = -high
+    step = ((high - low) / 15).clamp(min=1e-9)
+    start = low if offsets else torch.zeros(())
+    plain = ((groups - start) / step).round() * step + start
+    assert (back - groups).norm() < 0.97 * (plain - groups).norm()
+    # The scale fits what was rounded: no other is better.
+    for change in (0.999, 1.001):
+        other = levels * scale.unsqueeze(-1) * change + (0 if offset is None else shift)
+        assert (other - groups).square().sum(-1).ge((back - groups).square().sum(-1) - 1e-9).all()
+
+
+def test_rounding_what_is_not_finite(library: ctypes.CDLL) -> None:
+    groups = torch.ones(3, 1, 32)
+    groups[0, 0, 5] = float("nan")
+    groups[1, 0, 6] = float("inf")
+    for offsets in (True, False):
+        found = round_to_four(groups, offsets=offsets, library=library)
+        assert found is not None
+        assert found[1].flatten().isnan().tolist() == [True, True, False]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PANEL = 32
 #: integer sums over a segment stay below 2**31
 MAX_SEGMENT = 65536
+_ROUNDED_GROUP = 32
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -202,6 +203,43 @@ class QuantizedLinear:
         """Bytes of memory that weights, scales, offsets and bias take."""
         tensors = (self._weight, self._scale, self._offset, self._bias)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def round_to_four(
+    groups: Tensor, *, offsets: bool, library: ctypes.CDLL | None = None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Round groups of 32 weights to four bits with a small squared error (csrc/matmul_round.c).
+
+    Args:
+        groups: ``[rows, groups, 32]`` float32.
+        offsets: Sixteen levels anywhere, stored as 0 … 15; otherwise -8 … 7 times a scale, stored with 8 added.
+        library: The compiled kernels, by default those for this processor.
+
+    Returns:
+        Values ``[rows, groups, 32]`` uint8, scales ``[rows, groups]`` and offsets of that shape (None without), in
+        float32. A group that is not finite has the scale NaN. None if there are no compiled kernels.
+    """
+    library = library or build.library()
+    if library is None:
+        return None
+    groups = groups.contiguous()
+    assert groups.dtype == torch.float32
+    assert groups.shape[-1] == _ROUNDED_GROUP
+    values = torch.empty(groups.shape, dtype=torch.uint8)
+    scale = torch.empty(groups.shape[:-1])
+    offset = torch.empty_like(scale) if offsets else None
+    function = library.trivet_round_four
+    function.restype = None
+    pointer = ctypes.c_void_p
+    function(
+        pointer(groups.data_ptr()),
+        ctypes.c_int64(scale.numel()),
+        pointer(values.data_ptr()),
+        pointer(scale.data_ptr()),
+        pointer(None if offset is None else offset.data_ptr()),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+    return values, scale, offset
 
 
 def _library() -> ctypes.CDLL:
