@@ -92,11 +92,13 @@ def _build(
     _apply([o for o in overrides if o.selects_plugin], values, places, notes, problems)
     section = values.get("plugins")
     known_flat = flat(section if isinstance(section, dict) else {}) if callable(flat) else flat
-    overrides = spread_overrides(overrides, known_flat)
+    # What is left, choices of a plugin by a flat argument first: they drop the options of the plugin that they replace.
+    rest = spread_overrides((o for o in overrides if not o.selects_plugin), known_flat)
+    rest.sort(key=lambda override: not override.selects_plugin)
     # An override wins over a flat argument of the file; left in, the two would count as one option given twice.
     spread = distribute_flat(values, known_flat, EngineConfig.model_fields)
     _inherit_places(places, spread.origins)
-    _apply([o for o in overrides if not o.selects_plugin], spread.values, places, notes, problems)
+    _apply(rest, spread.values, places, notes, problems)
     final = distribute_flat(spread.values, known_flat, EngineConfig.model_fields)
     _inherit_places(places, final.origins)
 

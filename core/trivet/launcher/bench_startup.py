@@ -36,7 +36,8 @@ def startup(
     file, or by --model; flat arguments of engines are flags too: --max-num-seqs 64, --dtype bfloat16. Options and JSON
     keys are those of vLLM's `bench startup`. A start counts from the launch of the process, imports included, until
     the engine takes requests. Before a cold one the model's files are dropped from memory, as far as the system does
-    that, and compiled kernels are hidden; the time of the first token tells of what is made on first use.
+    that, and compiled kernels are hidden, so that it compiles them anew, which counts where they are first needed: as
+    a rule under `load` or `allocate`. The first token's time, not part of the start, tells of what is left to then.
     """
     from trivet.bench.startup import measure_startup, startup_report
 
