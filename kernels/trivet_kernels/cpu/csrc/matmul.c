@@ -5,6 +5,8 @@
 
 /* Activations rounded at a time: they should stay in a core's second-level cache. */
 #define CHUNK_BYTES (768 * 1024)
+/* Fewer are rounded by the calling thread. */
+#define FEW_VALUES (16 * 1024)
 /* Beyond it, rows would meet in the same sets of the first-level cache if their distance were a power of two. */
 #define SKEW 64
 
@@ -91,15 +93,16 @@ int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_strid
     a.sum = (float *)(memory + 2 * plane);
     a.values = (int8_t *)(memory + 3 * plane);
     int64_t share = panels / (8 * num_threads) + 1;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     for (int64_t begin = 0; begin < rows; begin += chunk) {
         int64_t count = rows - begin < chunk ? rows - begin : chunk;
         /* Tiles of about equal heights: a low one makes little of the weights that it reads. */
         int64_t tiles = (count * planes + TILE - 1) / TILE, height = (count + tiles - 1) / tiles;
-#pragma omp for schedule(static)
+        /* Waking the others takes longer than rounding a few rows. */
+        int rounding_threads = count * layer->in_features < FEW_VALUES ? 1 : num_threads;
+#pragma omp parallel for num_threads(rounding_threads) if (rounding_threads > 1) schedule(static)
         for (int64_t r = 0; r < count; r++)
             quantize_row(layer, at(x, begin + r, x_stride, x_dtype), x_dtype, &a, r);
-#pragma omp for schedule(dynamic, share)
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(dynamic, share)
         for (int64_t panel = 0; panel < panels; panel++) {
             for (int64_t r = 0; r < count; r += height) {
                 int here = (int)(count - r < height ? count - r : height);
