@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,12 @@ def bound_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """The script, called with options; returns what it prints."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    script, threads = importlib.import_module("kernels"), torch.get_num_threads()
+    # By its path: a folder called kernels may be importable, where the working directory is.
+    spec = importlib.util.spec_from_file_location("_kernels_script", BENCHMARKS / "kernels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script, threads = importlib.util.module_from_spec(spec), torch.get_num_threads()
+    spec.loader.exec_module(script)
 
     def call(*options: str | Path) -> str:
         monkeypatch.setattr(sys, "argv", ["kernels.py", *map(str, options)])
@@ -38,7 +44,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     yield call
     torch.set_num_threads(threads)
-    del sys.modules["kernels"]
 
 
 def test_kernels_of_all_providers_and_their_share_of_what_there_is(run: Run, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def load(path: Path) -> ctypes.CDLL:
     import torch
 
     torch.get_num_threads()  # torch's OpenMP runtime is in the process from here on
-    runtime = _openmp_runtime()
+    runtime = _openmp_runtime(Path(torch.__file__).parent)
     try:
         if runtime is not None:
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
@@ -200,16 +200,20 @@ def load(path: Path) -> ctypes.CDLL:
         raise BuildError(f"{path} cannot be loaded: {error}") from error
 
 
-def _openmp_runtime() -> str | None:
-    """The OpenMP runtime in this process, None if the system does not tell."""
+def _openmp_runtime(home: Path) -> str | None:
+    """The OpenMP runtime that torch, whose folder is ``home``, has brought into this process; None if the system does
+    not tell. Other packages (scikit-learn, sentencepiece) bring copies of their own, with threads of their own."""
     maps = Path("/proc/self/maps")
     if sys.platform != "linux" or not maps.is_file():
         return None
+    found: list[str] = []
     for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
         path = line.split(maxsplit=5)[-1] if line.count(" ") > 4 else ""
         if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
-            return path
-    return None
+            found.append(path)
+    folders = (home, home.with_name(f"{home.name}.libs"))
+    own = [path for path in found if any(Path(path).is_relative_to(folder) for folder in folders)]
+    return next(iter([*own, *found]), None)
 
 
 @functools.cache
