@@ -87,7 +87,7 @@ class DecodeGraphs:
         self._backend, self._model, self._attention = backend, model, attention
         self._sizes = sorted(set(sizes))
         self._max_len = max_model_len
-        self._graphs: dict[int, tuple[Callable[[], None], ForwardOutput]] = {}
+        self._graphs: dict[int, tuple[Callable[[], None], ForwardOutput, list[AttentionMetadata]]] = {}
         rows = self._sizes[-1]
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -111,7 +111,7 @@ class DecodeGraphs:
             def work(batch: ForwardBatch = batch) -> ForwardOutput:
                 return self._model.forward(batch)
 
-            self._graphs[size] = self._backend.capture(work)
+            self._graphs[size] = (*self._backend.capture(work), batch.attention)
         taken = max(0, self._backend.used_bytes() - before)
         logger.info("recorded decode steps of %s rows in %.0f MiB", self._sizes, taken / 2**20)
         return taken
@@ -124,7 +124,9 @@ class DecodeGraphs:
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
         self._fill(batch, rows, size)
-        replay, output = self._graphs[size]
+        replay, output, metas = self._graphs[size]
+        for meta in metas:
+            self._attention.prepare(meta)  # what the recorded pass has of it was made on the host
         replay()
         return ForwardOutput(output.logits[:rows])
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from worker_kit import Context, Driver, GreedySampler, SlowAttention, greedy, make_layout, make_model, save_model
 
+from trivet.roles import AttentionMetadata
 from trivet_torch.graphs import GraphBackend, default_sizes
 from trivet_torch.options import RunnerOptions
 from trivet_torch.runner import TorchRunner
@@ -45,7 +46,15 @@ class Recorder(GraphBackend):
 
 
 class Attention(SlowAttention):
+    """Plans a step on the host, and keeps the tensors of the plan, as a recorded pass needs."""
+
     capturable = True
+
+    def __init__(self) -> None:
+        self.planned: list[tuple[int, list[int]]] = []
+
+    def prepare(self, meta: AttentionMetadata) -> None:
+        self.planned.append((id(meta), meta.seq_lens.tolist()))
 
 
 class Recorded(TransformersModel):
@@ -104,6 +113,25 @@ def test_tokens_are_those_of_steps_that_are_launched_one_by_one(saved: tuple[str
         found = driver.outputs(slot)
         assert found == greedy(model, PROMPTS[0 if slot == 5 else slot], len(found))
     made.check_integrity()
+
+
+def test_attention_plans_every_replayed_step_on_the_metadata_of_its_recording(saved: tuple[str, Any]) -> None:
+    attention = Attention()
+    made, driver = start(saved[0], attention=attention, cudagraph_capture_sizes=[2])
+    recorded = {meta for meta, _ in attention.planned}
+    driver.add(0, PROMPTS[0])
+    driver.step()
+    attention.planned.clear()
+    for step in range(3):
+        driver.step()
+        # Once for the replay; the recorder of these tests does the model's own work again, a graph would not.
+        groups = len(recorded)
+        first = attention.planned[:groups]
+        assert {meta for meta, _ in first} == recorded
+        assert all(lengths == [len(PROMPTS[0]) + step + 1, 1] for _, lengths in first)
+        assert len(attention.planned) == 2 * groups
+        attention.planned.clear()
+    assert made.replays == [2, 2, 2]
 
 
 def test_chunks_and_larger_batches_are_launched_one_by_one(saved: tuple[str, Any]) -> None:

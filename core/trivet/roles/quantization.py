@@ -35,5 +35,7 @@ class Quantization(Role):
 
     @abstractmethod
     def linear(self, parts: Sequence[StoredLinear]) -> Any:
-        """A module that maps ``[..., in]`` to ``[..., sum of out]``: the outputs of ``parts`` side by side. A fused
-        layer (query, key and value) has several, which may be stored in different types."""
+        """What multiplies with them, a ``trivet_torch.linear.Linear``: called with ``[T, in]`` it returns
+        ``[T, sum of out]`` in the type of its input, the outputs of ``parts`` side by side, and ``weight_bytes`` says
+        what it takes. A fused layer (query, key and value) has several parts, which may be stored in different types.
+        The tensors of ``parts`` may be views of a mapped file and are not to be kept."""
