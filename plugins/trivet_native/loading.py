@@ -202,7 +202,8 @@ class Loader:
     def _stored(self, name: str, named: str, *, bias: bool) -> StoredLinear:
         part = self._weights.linear(name)
         kept = {suffix: tensor for suffix, tensor in part.tensors.items() if bias or suffix != "bias"}
-        return dataclasses.replace(part, name=named, tensors=kept)
+        matrix = self._weights.matrix(f"{name}.weight", self._dtype)
+        return dataclasses.replace(part, name=named, tensors=kept, release=matrix.release)
 
     def _norm(self, path: str, size: int) -> Tensor:
         weight = self._vector(f"{path}.weight", size)

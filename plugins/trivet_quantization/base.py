@@ -97,13 +97,19 @@ def as_stored(part: StoredLinear, kind: GGMLType) -> Source:
     """The part's blocks of type ``kind`` as they are."""
     blocks = part.tensors["weight"]
     return Source(
-        part.name, FORMATS[kind], *part.shape, lambda begin, end: read_blocks(kind, torch.tensor(blocks[begin:end]))
+        part.name,
+        FORMATS[kind],
+        *part.shape,
+        lambda begin, end: read_blocks(kind, torch.tensor(blocks[begin:end])),
+        part.release,
     )
 
 
 def rounded(part: StoredLinear, form: Format) -> Source:
     """The part rounded to ``form``, through float32."""
-    return Source(part.name, form, *part.shape, lambda begin, end: round_to(form, floats(part, begin, end)))
+    return Source(
+        part.name, form, *part.shape, lambda begin, end: round_to(form, floats(part, begin, end)), part.release
+    )
 
 
 def floats(part: StoredLinear, begin: int, end: int) -> Tensor:

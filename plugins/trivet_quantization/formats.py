@@ -36,6 +36,7 @@ class Source:
     rows: int
     columns: int
     read: Callable[[int, int], QuantizedMatrix]  #: rows ``[begin, end)``
+    release: Callable[[int, int], None] | None = None  #: rows ``[begin, end)`` are not read again
 
 
 # float16 has 11 bits from 6e-5 on, and scales of weights are often smaller.

@@ -116,7 +116,11 @@ def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, act_grou
 
 def _pieces(source: Source) -> Iterator[QuantizedMatrix]:
     step = max(1, _CHUNK // source.columns)
-    return (source.read(begin, min(begin + step, source.rows)) for begin in range(0, source.rows, step))
+    for begin in range(0, source.rows, step):
+        end = min(begin + step, source.rows)
+        yield source.read(begin, end)
+        if source.release is not None:
+            source.release(begin, end)
 
 
 def _joined(parts: Sequence[tuple[Source, Tensor | None]]) -> Tensor | None:

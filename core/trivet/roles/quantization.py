@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,6 +19,8 @@ class StoredLinear:
     stored: str  #: a dtype, or the type of GGUF's blocks
     #: by suffix: ``weight`` (a tensor, or a raw array of GGUF blocks), ``bias``, and those of ``Quantization.suffixes``
     tensors: Mapping[str, Any] = field(default_factory=dict)
+    #: to be told that rows ``[start, stop)`` of ``weight`` have been read: pages of a mapped file need not stay in memory
+    release: Callable[[int, int], None] | None = None
 
 
 class Quantization(Role):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,6 +176,17 @@ def test_more_rows_than_are_converted_at_a_time(monkeypatch: pytest.MonkeyPatch)
     whole = int4().linear([stored(weight)])(x)
     monkeypatch.setattr("trivet_quantization.layers._CHUNK", 7 * 64)
     assert int4().linear([stored(weight)])(x).equal(whole)
+
+
+@pytest.mark.parametrize("quantization", [int8, int4])
+def test_rows_are_let_go_of_once_they_are_packed(quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivet_quantization.layers._CHUNK", 64 * 40)
+    weight, released = floats(100, 64), []
+    part = dataclasses.replace(stored(weight), release=lambda begin, end: released.append((begin, end)))
+    made = quantization().linear([part])
+    assert released == [(0, 40), (40, 80), (80, 100)]
+    x = tokens(3, 64)
+    assert torch.equal(made(x), quantization().linear([stored(weight)])(x))
 
 
 def test_bytes_per_weight() -> None:
