@@ -19,7 +19,7 @@ class StoredLinear:
     stored: str  #: a dtype, or the type of GGUF's blocks
     #: by suffix: ``weight`` (a tensor, or a raw array of GGUF blocks), ``bias``, and those of ``Quantization.suffixes``
     tensors: Mapping[str, Any] = field(default_factory=dict)
-    #: to be told that rows ``[start, stop)`` of ``weight`` have been read: pages of a mapped file need not stay in memory
+    #: to be told that rows ``[start, stop)`` of ``weight`` have been read: a mapped file need not stay in memory
     release: Callable[[int, int], None] | None = None
 
 
