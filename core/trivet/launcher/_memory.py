@@ -197,6 +197,10 @@ class _Sizing:
         plan.dtype, plan.device = files.dtype, self._worker.device
         plan.weights_on_disk, plan.weights_in_memory = files.weights_on_disk, files.weights_in_memory
         plan.notes += files.notes
+        plan.notes += [
+            f"weights are counted as {files.dtype}; what {choice.offer.name} makes of them is known after loading only"
+            for choice in self._registry.selection("quantization").choices
+        ]
         plan.tiers = [_tier(choice) for choice in self._registry.selection("cache_tier").choices]
         self._host_bytes = sum(tier.host_memory or 0 for tier in plan.tiers)
         case = _Case(self._config.max_model_len, self._limits.max_num_batched_tokens)

@@ -275,3 +275,11 @@ def test_the_estimate_is_the_runners(site: Site, run: Run) -> None:
     plan = memory_plan(run, model_config(site, model_folder(site), max_num_batched_tokens=512, max_num_seqs=8))
     info = ModelInfo(vocab_size=32, max_model_len=256, hidden_size=64, dtype="bfloat16")
     assert plan["workspace"] == workspace_bytes(info, 8, 512)
+
+
+def test_what_quantisation_saves_is_not_counted_and_the_plan_says_so(site: Site, run: Run) -> None:
+    config = model_config(site, model_folder(site))
+    plain, quantised = memory_plan(run, config), memory_plan(run, config, "--set", "quantization=int8")
+    assert not any("int8" in note for note in plain["notes"])
+    assert any("weights are counted as" in note and "int8" in note for note in quantised["notes"])
+    assert quantised["weights_in_memory"] == plain["weights_in_memory"]
