@@ -20,7 +20,7 @@ from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
 from trivet.roles.quantization import Quantization, StoredLinear
 from trivet.roles.runner import MemoryEstimate, Runner, WorkerInfo
 from trivet.roles.sampler import Sampled, Sampler, SampleRows
-from trivet.roles.scheduler import ScheduleInputs, Scheduler, SchedulerLimits, Wait
+from trivet.roles.scheduler import ScheduleInputs, Scheduler, SchedulerLimits, StepWaits, Wait, WaitSpan
 from trivet.roles.tokenizer import Detokenizer, Tokenizer
 
 ROLE_CLASSES: dict[str, type[Role]] = {
@@ -91,6 +91,7 @@ __all__ = [
     "Scheduler",
     "SchedulerLimits",
     "Side",
+    "StepWaits",
     "StoredLinear",
     "TierLoad",
     "TierStats",
@@ -99,5 +100,6 @@ __all__ = [
     "TransferReport",
     "TransferWorker",
     "Wait",
+    "WaitSpan",
     "WorkerInfo",
 ]

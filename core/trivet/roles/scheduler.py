@@ -36,6 +36,20 @@ class ScheduleInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitSpan:
+    """Consecutive steps in which a request did not advance, for one reason; those between in which it did are left out
+    of ``steps``."""
+
+    kind: str  #: as in :class:`Wait`; a hold's own kind (``grammar``, ``transfer``, ``parent``, …) for one that is held
+    first_step: int
+    last_step: int
+    steps: int
+    seconds: float
+    detail: str = ""  #: of the last of these steps
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Why a request does not advance: ``compute`` (token budget), ``memory`` (blocks), ``turn`` (policy, slots),
     ``hold``."""
@@ -43,6 +57,19 @@ class Wait:
     kind: str
     detail: str
     numbers: dict[str, Any] = field(default_factory=dict)
+    #: when and why it waited so far, oldest first; filled in by :meth:`trivet.Engine.explain`
+    history: tuple[WaitSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepWaits:
+    """Why requests did not advance in a step, for all of them at once: what :class:`trivet.Engine` keeps of each step."""
+
+    #: why the next request of the queue was not admitted (``compute``, ``memory`` or ``turn``); None: nobody waits
+    #: whom the scheduler could have admitted
+    queue: Wait | None = None
+    compute: frozenset[int] = frozenset()  #: running slots that got nothing of the token budget
+    memory: frozenset[int] = frozenset()  #: running slots that lacked blocks
 
 
 class Scheduler(Role):
@@ -92,3 +119,7 @@ class Scheduler(Role):
     def explain(self, request: Request) -> Wait | None:
         """Why ``request`` did not advance in the last step (None: it did, or it is not known here)."""
         return None
+
+    def waits(self) -> StepWaits:
+        """Why requests did not advance in the last step; asked once per step, so it must not look at every request."""
+        return StepWaits()
