@@ -63,7 +63,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class StepWaits:
-    """Why requests did not advance in a step, for all of them at once: what :class:`trivet.Engine` keeps of each step."""
+    """Why requests did not advance in a step, for all of them at once; the engine keeps one per step."""
 
     #: why the next request of the queue was not admitted (``compute``, ``memory`` or ``turn``); None: nobody waits
     #: whom the scheduler could have admitted
