@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,10 @@ class Spread:
 
 
 def distribute_flat(
-    values: Mapping[str, Any], known_flat: Mapping[str, list[tuple[str, str]]], fields: Iterable[str]
+    values: Mapping[str, Any],
+    known_flat: Mapping[str, list[tuple[str, str]]],
+    fields: Iterable[str],
+    settled: Collection[tuple[str, str]] = (),
 ) -> Spread:
     """Move every flat argument of ``values`` into ``plugins``; ``values`` itself is not changed.
 
@@ -27,6 +30,8 @@ def distribute_flat(
         values: Top-level keys and values.
         known_flat: Flat name → the ``(role, option)`` pairs it sets.
         fields: The top-level keys that are no flat arguments.
+        settled: ``(role, option)`` pairs that the command line has decided on: what flat arguments say of them is
+            passed over.
     """
     fields = list(fields)
     spread = Spread({key: value for key, value in values.items() if key in fields})
@@ -40,14 +45,14 @@ def distribute_flat(
     plugins = dict(plugins)
     for name, value in flats.items():
         for role, option in known_flat[name]:
+            if (role, option) in settled:
+                continue
             _set_option(spread, plugins, role, option, name, value)
     spread.values["plugins"] = plugins
     return spread
 
 
 def _set_option(spread: Spread, plugins: dict[str, Any], role: str, option: str, name: str, value: Any) -> None:
-    if option == "use" and value is None:
-        return  # no choice, as a script may pass it on
     given = plugins.get(role, {})
     path = join_path("plugins", role)
     if isinstance(given, list | tuple):
@@ -63,6 +68,8 @@ def _set_option(spread: Spread, plugins: dict[str, Any], role: str, option: str,
         message = f"is given twice, as {name}={show(value)} and as {path}.{option}={show(section[option])}; keep one"
         spread.problems.append(Problem(name, message))
         return
+    if option == "use" and value is None:
+        return  # no provider is chosen, as if the argument were left out
     section[option] = value
     plugins[role] = [section] if isinstance(given, list | tuple) else section
     spread.origins[join_path(path, option)] = name

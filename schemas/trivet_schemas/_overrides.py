@@ -36,6 +36,19 @@ class Override:
         rest = self.parts[2:]
         return rest[1 if rest and rest[0].isdecimal() else 0 :] in {(), ("use",)}
 
+    @property
+    def clears_role(self) -> bool:
+        """Whether it takes back what the file chooses for a role: ``plugins.ROLE=null``, ``plugins.ROLE.use=null``."""
+        return self.value is None and self.selects_plugin and self.parts[2:] in {(), ("use",)}
+
+    def settles(self) -> set[tuple[str, str]]:
+        """``(role, option)`` pairs that it decides on, if it selects a plugin."""
+        if not self.selects_plugin:
+            return set()
+        value = self.value[0] if isinstance(self.value, list) and len(self.value) == 1 else self.value
+        options = value if isinstance(value, Mapping) and self.parts[-1] != "use" else ("use",)
+        return {(self.parts[1], str(option)) for option in options}
+
 
 def parse_overrides(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]:
     """Parse ``path=value`` texts; values are YAML, so that ``false`` is a boolean and ``[a, b]`` a list."""
@@ -91,6 +104,11 @@ def apply_override(values: dict[str, Any], override: Override) -> str | None:
 def _apply_in_place(values: dict[str, Any], override: Override) -> str | None:
     here: Any = values
     parts = override.parts
+    if override.clears_role:
+        plugins = values.get("plugins")
+        if isinstance(plugins, dict):
+            plugins.pop(parts[1], None)
+        return None
     for depth, part in enumerate(parts[:-1]):
         path = parts[: depth + 1]
         child = _get(here, part, path)

@@ -57,7 +57,7 @@ def engine_json_schema(
     for name, targets in collect_flat_names(providers).items():
         properties[name] = _flat_property(definitions, providers, name, targets)
     for role in optional:
-        names = {"enum": [AUTO, *providers.get(role, {})]}
+        names = {"enum": [AUTO, *providers.get(role, {}), None]}
         properties[role] = {"description": f"Short for plugins.{role}.use.", **names}
     return {"$schema": _DIALECT, **schema, "title": "Trivet configuration", "$defs": definitions}
 

@@ -26,8 +26,9 @@ def load_config_file(
         path: The file.
         overrides: ``path.to.key=value`` texts, as ``--set`` takes them. The value is YAML; a part of the path may be an
             index. Those that select a plugin (``plugins.scheduler.use=static``) come first, whatever their order, and
-            drop the options that the file gives to the plugin before (see ``EngineConfig.notes``); among the others
-            the last wins. An override always wins over the file.
+            drop the options that the file gives to the plugin before (see ``EngineConfig.notes``); ``null`` takes the
+            choice back. Among the others the last wins. An override always wins over the file, whether either of them
+            gives an option as a flat argument or under ``plugins``.
         known_flat: The flat arguments that the installed plugins declare
             (:func:`trivet_schemas.options.collect_flat_names`); file and overrides may use them at the top level.
             A function is given the ``plugins`` section, since only active plugins' arguments count.
@@ -89,14 +90,19 @@ def _build(
     values: dict[str, Any] = document.value
     notes: list[str] = []
 
-    _apply([o for o in overrides if o.selects_plugin], values, places, notes, problems)
-    section = values.get("plugins")
-    known_flat = flat(section if isinstance(section, dict) else {}) if callable(flat) else flat
-    # What is left, choices of a plugin by a flat argument first: they drop the options of the plugin that they replace.
-    rest = spread_overrides((o for o in overrides if not o.selects_plugin), known_flat)
-    rest.sort(key=lambda override: not override.selects_plugin)
+    def known() -> KnownFlat:
+        section = values.get("plugins")
+        return flat(section if isinstance(section, dict) else {}) if callable(flat) else flat
+
+    # Choices of a plugin come first, also those by a flat argument (quantization=int8): which others there are depends
+    # on them, and they drop the options of the plugin that they replace.
+    choices = [o for o in spread_overrides(overrides, known() if overrides else {}) if o.selects_plugin]
+    _apply(choices, values, places, notes, problems)
+    known_flat = known()
+    rest = [o for o in spread_overrides(overrides, known_flat) if not o.selects_plugin]
     # An override wins over a flat argument of the file; left in, the two would count as one option given twice.
-    spread = distribute_flat(values, known_flat, EngineConfig.model_fields)
+    settled = {pair for choice in choices for pair in choice.settles()}
+    spread = distribute_flat(values, known_flat, EngineConfig.model_fields, settled)
     _inherit_places(places, spread.origins)
     _apply(rest, spread.values, places, notes, problems)
     final = distribute_flat(spread.values, known_flat, EngineConfig.model_fields)

@@ -51,3 +51,60 @@ def test_a_role_name_in_an_override_replaces_the_files_provider_and_drops_its_op
     config = load_config_file(path, overrides, lambda section: known_flat_names((), section))
     assert config.selections("quantization") == [PluginSelection(use="int4", options={"lm_head": False})]
     assert "drops the options of 'int8': group" in config.notes[0]
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> EngineConfig:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model: demo\n{text}\n")
+    return load_config_file(path, overrides, lambda section: known_flat_names((), section))
+
+
+@pytest.mark.parametrize(
+    "override", ["quantization=int4", "plugins.quantization=int4", "plugins.quantization.use=int4"]
+)
+@pytest.mark.parametrize("text", ["quantization: int8", "plugins: {quantization: int8}", "quantization: null"])
+def test_the_command_line_wins_over_the_file_in_whichever_form(tmp_path: Path, text: str, override: str) -> None:
+    config = load(tmp_path, text, override)
+    assert config.selections("quantization") == [PluginSelection(use="int4")]
+    assert config.notes == ()
+    assert config.locate("plugins.quantization.use").override == override
+
+
+@pytest.mark.parametrize(
+    "override", ["quantization=null", "plugins.quantization=null", "plugins.quantization.use=null"]
+)
+@pytest.mark.parametrize(
+    "text",
+    ["quantization: int8", "plugins: {quantization: int8}", "plugins: {quantization: {use: int8, group: 32}}", ""],
+)
+def test_null_on_the_command_line_switches_the_files_choice_off(tmp_path: Path, text: str, override: str) -> None:
+    assert load(tmp_path, text, override).plugins == {}
+
+
+def test_null_in_the_file_chooses_nothing_and_contradicts_a_choice(tmp_path: Path) -> None:
+    assert load(tmp_path, "quantization: null").plugins == {}
+    with pytest.raises(ConfigError, match=r"given twice, as quantization=None and as plugins"):
+        load(tmp_path, "quantization: null\nplugins: {quantization: int8}")
+
+
+def test_the_last_choice_on_the_command_line_wins_in_whichever_form(tmp_path: Path) -> None:
+    forms = ["quantization=int8", "plugins.quantization=int4"]
+    assert load(tmp_path, "", *forms).selections("quantization") == [PluginSelection(use="int4")]
+    assert load(tmp_path, "", *reversed(forms)).selections("quantization") == [PluginSelection(use="int8")]
+    assert load(tmp_path, "", *forms, "quantization=null").plugins == {}
+
+
+FLAT = [(name, role, option) for name, targets in known_flat_names().items() for role, option in targets]
+
+
+@pytest.mark.parametrize(("name", "role", "option"), FLAT, ids=[f"{name}-{role}" for name, role, _ in FLAT])
+def test_no_flat_argument_is_given_twice_by_file_and_command_line(
+    tmp_path: Path, name: str, role: str, option: str
+) -> None:
+    nested = f"plugins: {{{role}: {{{option}: a}}}}"
+    for text in (f"{name}: a", nested):
+        for override in (f"{name}=b", f"plugins.{role}.{option}=b", f"plugins.{role}={{{option}: b}}"):
+            (selection,) = load(tmp_path, text, override).selections(role)
+            assert (selection.use if option == "use" else selection.options) == (
+                "b" if option == "use" else {option: "b"}
+            )
