@@ -227,4 +227,9 @@ def _connect_holds(parts: Parts) -> None:
             parts.lifecycle.release_later(request, plugin, kind)
         parts.wake()
 
-    parts.context.on_hold, parts.context.on_release = hold, release
+    def abort(request_id: str, message: str, reason: str) -> None:
+        request = parts.lifecycle.requests.get(request_id)
+        if request is not None:
+            parts.lifecycle.abort(request, reason, message)
+
+    parts.context.on_hold, parts.context.on_release, parts.context.on_abort = hold, release, abort

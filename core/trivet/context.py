@@ -105,6 +105,14 @@ class EngineContext(Context):
         """Take a hold back and wake the engine; may be called from any thread."""
 
     @abstractmethod
+    def abort(self, request_id: str, message: str, reason: str = "error") -> None:
+        """End a request from the engine's side, with ``message`` for its user; engine's thread, in any leg.
+
+        A request without a slot ends at once (a scheduler that calls this gets :meth:`Scheduler.remove` for it, also
+        inside ``schedule``); one that runs ends before the next plan is made, since the one at hand may name it. No
+        effect for unknown or finished requests. Raises ValueError unless ``reason`` is ``error`` or ``abort``."""
+
+    @abstractmethod
     def explain(self, request_id: str) -> Wait | None:
         """Why a request did not advance in the last step, see :meth:`trivet.Engine.explain`; engine's thread."""
 

@@ -45,6 +45,7 @@ class Engine:
         fault."""
         life, depth = self.parts.lifecycle, self.parts.executor.max_in_flight
         life.apply_releases()
+        life.apply_aborts()
         self._admissions.tell()
         while len(self._flying) < depth and self._faults.healthy:
             plan, seconds = self._schedule()

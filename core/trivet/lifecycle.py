@@ -56,6 +56,7 @@ class Lifecycle:
         self._children: dict[Request, dict[Request, None]] = {}  # those that wait for their parent's prompt
         self._expecting: set[int] = set()  # slots of parents with such children
         self._releases: deque[tuple[Request, str, str]] = deque()
+        self._aborts: list[tuple[Request, str, str]] = []
 
     # ------------------------------------------------------------------ coming
 
@@ -181,6 +182,19 @@ class Lifecycle:
         request.holds.clear()
         self._leave(request)
         self.ended.append(Finished(request, reason, stop_reason, message, len(request.output_ids)))
+
+    def abort(self, request: Request, reason: str, message: str) -> None:
+        """End a request at any moment: at once where no plan can name it, else with :meth:`apply_aborts`."""
+        if request.slot < 0:
+            self.finish(request, reason, message=message)
+        else:
+            self._aborts.append((request, reason, message))
+
+    def apply_aborts(self) -> None:
+        """Carry out what :meth:`abort` put off; called while no plan is being made or sent."""
+        aborts, self._aborts = self._aborts, []
+        for request, reason, message in aborts:
+            self.finish(request, reason, message=message)
 
     def _leave(self, request: Request) -> None:
         self.requests.pop(request.request_id, None)

@@ -169,12 +169,13 @@ def _options_of(choice: Choice) -> Any:
 
 class EngineContextImpl(_Built, EngineContext):
     """The engine's context. The engine sets what :class:`trivet.context.EngineContext` declares, ``on_hold``,
-    ``on_release`` and ``on_explain``."""
+    ``on_release``, ``on_abort`` and ``on_explain``."""
 
     def __init__(self, registry: Registry) -> None:
         super().__init__(registry)
         self.on_hold: Callable[[str, Hold], None] | None = None
         self.on_release: Callable[[str, str, str], None] | None = None
+        self.on_abort: Callable[[str, str, str], None] | None = None
         self.on_explain: Callable[[str], Wait | None] | None = None
         self.hook_stats = registry.stats
         self.worker_sizes: dict[str, int | None] = {}
@@ -190,6 +191,14 @@ class EngineContextImpl(_Built, EngineContext):
         if self.on_release is None:
             raise RuntimeError("requests can be released once the engine runs")
         self.on_release(request_id, plugin, kind)
+
+    def abort(self, request_id: str, message: str, reason: str = "error") -> None:
+        """End a request from the engine's side, see :meth:`EngineContext.abort`."""
+        if reason not in ("error", "abort"):
+            raise ValueError(f"reason must be 'error' or 'abort', got {reason!r}")
+        if self.on_abort is None:
+            raise RuntimeError("requests can be ended once the engine runs")
+        self.on_abort(request_id, message, reason)
 
     def explain(self, request_id: str) -> Wait | None:
         """Why a request did not advance in the last step."""
