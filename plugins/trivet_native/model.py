@@ -22,7 +22,7 @@ from trivet_torch.weights.stored import open_weights
 
 if TYPE_CHECKING:
     from trivet.context import WorkerContext
-    from trivet.roles import Attention, AttentionMetadata, KVLayout, Quantization
+    from trivet.roles import Attention, AttentionMetadata, KVLayout
     from trivet_kernels.ops import Ops
     from trivet_native.options import NativeOptions
     from trivet_native.spec import LayerSpec
@@ -44,8 +44,16 @@ class NativeModel(Model):
 
     # ------------------------------------------------------------------ start
 
+    def check(self) -> None:
+        if self._options.compile and self._context.get("quantization") is not None:
+            raise ModelLoadError(
+                "plugins.model.compile and plugins.quantization exclude each other: what is compiled multiplies with "
+                "plain weights; leave one of them out"
+            )
+
     def load(self) -> ModelInfo:
         """See :meth:`Model.load`. Embeddings of a model on a CPU stay in its file, which is kept mapped."""
+        self.check()
         config, device = self._context.config, torch.device(self._context.device)
         name = config.model if config.revision is None else f"{config.model}@{config.revision}"
         self._dtype = resolve_dtype(config.dtype, name, self._context.device)
@@ -76,7 +84,7 @@ class NativeModel(Model):
             spec,
             dtype=self._dtype,
             device=device,
-            quantization=self._quantization(),
+            quantization=self._context.get("quantization"),
             ops=ops,
             tables=[rope_table(weights.config, rope, self._max_len).to(device) for rope in spec.ropes],
             plain=compiled,
@@ -102,15 +110,6 @@ class NativeModel(Model):
             and self._context.get("quantization") is None
             and all(layer.experts is None for layer in self._spec.layers)
         )
-
-    def _quantization(self) -> Quantization | None:
-        found: Quantization | None = self._context.get("quantization")
-        if found is not None and self._options.compile:
-            raise ModelLoadError(
-                "plugins.model.compile and plugins.quantization exclude each other: what is compiled multiplies with "
-                "plain weights; leave one of them out"
-            )
-        return found
 
     def kv_specs(self) -> list[LayerKVSpec]:
         spec = self._spec

@@ -43,11 +43,21 @@ class TransformersModel(Model):
 
     # ------------------------------------------------------------------ start
 
+    def check(self) -> None:
+        if self._context.get("quantization") is None:
+            return
+        remedy = "set plugins.model to native if it serves this model, or leave plugins.quantization out"
+        if reasons := "; ".join(f"{name}: {reason}" for name, reason in self._passed_over()):
+            remedy = f"leave plugins.quantization out. Of the models that could, auto had to pass over {reasons}"
+        raise ModelLoadError(
+            f"{self._location}: plugins.quantization is set, and the transformers model does not quantise weights: "
+            f"{remedy}"
+        )
+
     def load(self) -> ModelInfo:
         register()
-        config, device = self._context.config, self._context.device
-        name = config.model if config.revision is None else f"{config.model}@{config.revision}"
-        self._refuse_quantization(name)
+        self.check()
+        config, device, name = self._context.config, self._context.device, self._location
         self._dtype = resolve_dtype(config.dtype, name, device)
         self._model, loaded = load_causal_lm(
             name,
@@ -155,24 +165,24 @@ class TransformersModel(Model):
 
     # ------------------------------------------------------------------ parts
 
-    def _refuse_quantization(self, name: str) -> None:
-        if self._context.get("quantization") is not None:
-            raise ModelLoadError(
-                f"{name}: plugins.quantization is set, and the transformers model does not quantise weights: set "
-                "plugins.model to native if it serves this model, or leave plugins.quantization out"
-            )
+    @property
+    def _location(self) -> str:
+        """What the user named, for messages."""
+        config = self._context.config
+        return config.model if config.revision is None else f"{config.model}@{config.revision}"
+
+    def _passed_over(self) -> list[tuple[str, str]]:
+        """Models that ``use: auto`` would have taken rather than this one, and why they cannot serve."""
+        registry: Any = getattr(self._context, "registry", None)  # not in contexts that tests make
+        candidates = [] if registry is None else registry.selection("model").candidates
+        return [(candidate.offer.name, candidate.reason) for candidate in candidates if candidate.rank is None]
 
     def _say_what_auto_passed_over(self) -> None:
         """Where ``use: auto`` chose this model for want of a faster one, log why: it makes a difference in speed."""
-        registry: Any = getattr(self._context, "registry", None)  # not in contexts that tests make
-        for candidate in registry.selection("model").candidates if registry is not None else ():
-            if candidate.rank is None:
-                logger.warning(
-                    "model: the transformers library computes %s; not %s: %s",
-                    type(self._model).__name__,
-                    candidate.offer.name,
-                    candidate.reason,
-                )
+        for name, reason in self._passed_over():
+            logger.warning(
+                "model: the transformers library computes %s; not %s: %s", type(self._model).__name__, name, reason
+            )
 
     def _install_hooks(self) -> None:
         """Keep what the body returns, and let only the wanted rows into a head that cannot choose them itself."""

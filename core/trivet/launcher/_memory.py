@@ -19,6 +19,7 @@ from trivet_schemas.options import format_size
 
 if TYPE_CHECKING:
     from trivet.registry import Registry
+    from trivet.registry.contexts import WorkerContextImpl
     from trivet.registry.selection import Choice
     from trivet.roles import Cache, Executor, Runner, SchedulerLimits
     from trivet_schemas.config import EngineConfig
@@ -120,24 +121,35 @@ def plan_memory(config: EngineConfig, registry: Registry) -> MemoryPlan:
     and let the selected cache plan its blocks.
 
     Raises:
-        ModelLoadError: The model's files are missing or damaged, or there is no such device.
+        ModelLoadError: The model's files are missing or damaged, there is no such device, or the model refuses the
+            configuration.
         PluginError: A plugin of the worker's side cannot be built.
     """
     plan = MemoryPlan(config.model)
-    (model,) = registry.selection("model").choices
-    if model.offer.plugin.origin is not Origin.BUNDLED:
-        plan.notes.append(f"known when the model is loaded, by {model.offer.label}")
-        return plan
-    location = _locate(config)
-    if location is None:
-        plan.notes.append("a hub model that is not in the local cache; its sizes are known when it is loaded")
-        return plan
-    plan.model = str(location.path)
     try:
-        _Sizing(config, registry, location).describe(plan)
+        worker = _worker(registry)
+        worker.get("model").check()
+        (model,) = registry.selection("model").choices
+        if model.offer.plugin.origin is not Origin.BUNDLED:
+            plan.notes.append(f"known when the model is loaded, by {model.offer.label}")
+            return plan
+        location = _locate(config)
+        if location is None:
+            plan.notes.append("a hub model that is not in the local cache; its sizes are known when it is loaded")
+            return plan
+        plan.model = str(location.path)
+        _Sizing(config, registry, worker, location).describe(plan)
     except MemoryError as error:
         raise too_large(error) from error
     return plan
+
+
+def _worker(registry: Registry) -> WorkerContextImpl:
+    """A worker's side of the start, in which nothing is loaded."""
+    context = registry.engine_context
+    limits: SchedulerLimits = context.get("scheduler").limits
+    context.prepare_workers(max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
+    return context.worker_context()
 
 
 def _locate(config: EngineConfig) -> ModelLocation | None:
@@ -174,15 +186,13 @@ class _Outcome:
 class _Sizing:
     """The negotiation of a start, without loading anything, for any settings."""
 
-    def __init__(self, config: EngineConfig, registry: Registry, location: ModelLocation) -> None:
-        self._config, self._registry = config, registry
+    def __init__(
+        self, config: EngineConfig, registry: Registry, worker: WorkerContextImpl, location: ModelLocation
+    ) -> None:
+        self._config, self._registry, self._worker = config, registry, worker
         context = registry.engine_context
         self._limits: SchedulerLimits = context.get("scheduler").limits
         self._executor: Executor = context.get("executor")
-        context.prepare_workers(
-            max_num_seqs=self._limits.max_num_seqs, max_num_batched_tokens=self._limits.max_num_batched_tokens
-        )
-        self._worker = context.worker_context()
         self._runner: Runner = self._worker.get("runner")
         estimate = self._runner.estimate(ModelInfo(0, 0), 0, self._limits.max_num_batched_tokens)
         if estimate is None:

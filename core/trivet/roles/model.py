@@ -73,6 +73,11 @@ class Model(Role):
     #: the same tensors: it reads nothing from the device and takes no decision from what tensors hold
     capturable: bool = False
 
+    def check(self) -> None:
+        """Raise :class:`trivet.errors.ModelLoadError` for what the configuration alone rules out, such as quantised
+        weights where they would be ignored. Reads no weights and allocates nothing: ``config check`` calls it instead
+        of :meth:`load`, which begins with the same."""
+
     @abstractmethod
     def load(self) -> ModelInfo:
         """Load the weights of ``context.config.model`` onto ``context.device``. Raises

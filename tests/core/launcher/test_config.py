@@ -10,6 +10,9 @@ import jsonschema
 import pytest
 from launcher_kit import Run, Site, memory_plan, model_config, model_folder
 
+from trivet.engine import Engine
+from trivet.errors import ModelLoadError
+
 
 def test_a_check_shows_what_the_file_comes_to(site: Site, run: Run) -> None:
     config = site.config(max_model_len=256)
@@ -109,3 +112,29 @@ def test_the_schema_leaves_out_what_is_broken_and_says_so(site: Site, run: Run) 
     assert result.code == 0
     assert json.loads(result.out)["type"] == "object"
     assert "no_such_module_at_all" in result.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "plugins", "reason"),
+    [
+        (
+            {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]},
+            {},
+            "auto had to pass over native: its model_type 'gpt_neox' is not one of llama",
+        ),
+        ({}, {"model": "transformers"}, "set plugins.model to native if it serves this model"),
+        ({}, {"model": {"use": "native", "compile": True}}, "compile and plugins.quantization exclude each other"),
+    ],
+)
+def test_what_a_start_refuses_to_quantise_a_check_refuses_with_the_same_words(
+    site: Site, run: Run, changes: dict[str, Any], plugins: dict[str, Any], reason: str
+) -> None:
+    config = model_config(
+        site, model_folder(site, **changes), quantization="int8", plugins={"tokenizer": "fake", **plugins}
+    )
+    with pytest.raises(ModelLoadError, match=reason) as refused:
+        Engine(str(config))
+    result = run("config", "check", config)
+    assert result.code == 2
+    assert result.err.splitlines()[-1] == f"error: {refused.value}"
+    assert run("config", "check", config, "--set", "quantization=null").code == 0
