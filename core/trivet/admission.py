@@ -185,6 +185,12 @@ class Admissions:
                 "first one's id (trivet.LLM and trivet.AsyncEngine do that)",
                 param="n",
             )
+        if params.num_sampled != 1:
+            raise RequestError(
+                f"best_of: the engine takes one output per request, got {params.best_of}; trivet.LLM and "
+                "trivet.AsyncEngine choose among several",
+                param="best_of",
+            )
         try:
             params.check_context(count, limit)
             params.check_vocabulary(self._p.vocab_size)

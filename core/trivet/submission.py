@@ -26,7 +26,7 @@ class Submission:
     """A request ready for the engine.
 
     ``children[i]`` are the id and the parameters of output ``i``: a single child has the request's own id, several have
-    ``{request_id}#{i}`` and ``n = 1``.
+    ``{request_id}#{i}`` and ``n = 1``. With ``best_of`` there are more than ``n`` of them.
     """
 
     request_id: str
@@ -118,6 +118,8 @@ class Preparer:
         kind = RequestOutputKind.FINAL_ONLY
         if isinstance(params, SamplingParams):
             kind = output_kind or params.output_kind
+            if params.num_sampled > params.n and kind is RequestOutputKind.CUMULATIVE:
+                kind = RequestOutputKind.FINAL_ONLY  # before the end nobody knows which outputs are returned
             if params.stop and self._tokenizer is None:
                 raise RequestError("stop: strings are found in text, and this engine has no tokenizer", param="stop")
         return Submission(
@@ -132,11 +134,17 @@ class Preparer:
         )
 
     def _children(self, request_id: str, params: AnyParams) -> tuple[tuple[str, AnyParams], ...]:
-        if not isinstance(params, SamplingParams) or params.n == 1:
+        if not isinstance(params, SamplingParams):
             return ((request_id, params.model_copy()),)
+        count = params.num_sampled
+        if count == 1:
+            return ((request_id, params.model_copy(update={"best_of": None})),)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         # Every output has the same prompt, so one child reports its logprobs.
-        changes: list[dict[str, Any]] = [{"n": 1, "seed": _signed(seed + i)} for i in range(params.n)]
+        common: dict[str, Any] = {"n": 1, "best_of": None}
+        if count > params.n and params.logprobs is None:
+            common["logprobs"] = 0  # outputs are ranked by them; they are shown only if they were asked for
+        changes = [common | {"seed": _signed(seed + i)} for i in range(count)]
         if params.prompt_logprobs is not None:
             for change in changes[1:]:
                 change["prompt_logprobs"] = None

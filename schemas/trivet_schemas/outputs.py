@@ -41,6 +41,8 @@ class RequestMetrics:
     """How often it lost its blocks and was computed again."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the cache."""
+    num_recomputed_tokens: int = 0
+    """Tokens that were computed again after preemptions."""
 
     @property
     def queue_seconds(self) -> float | None:

@@ -84,7 +84,7 @@ def parse_prompt(value: object) -> ParsedPrompt:
 
 def _parse_mapping(value: Mapping[Any, Any]) -> ParsedPrompt:
     given = {key: item for key, item in value.items() if item is not None}
-    problems = [Problem(str(key), unknown_name("key", key, _KEYS)) for key in given if key not in _KEYS]
+    problems = [Problem(str(key), _unknown_key(key)) for key in given if key not in _KEYS]
     text = _text(given["prompt"], "prompt", problems) if "prompt" in given else None
     ids = _token_ids(given["prompt_token_ids"], "prompt_token_ids", problems) if "prompt_token_ids" in given else None
     if "prompt" not in given and "prompt_token_ids" not in given:
@@ -100,6 +100,12 @@ def _parse_mapping(value: Mapping[Any, Any]) -> ParsedPrompt:
     if problems:
         raise ParameterError(problems)
     return ParsedPrompt(text, ids, salt, data)
+
+
+def _unknown_key(key: object) -> str:
+    if key in {"prompt_embeds", "prompt_embed"}:
+        return "prompts cannot be given as embeddings here; give text ('prompt') or token ids ('prompt_token_ids')"
+    return unknown_name("key", key, _KEYS)
 
 
 def _text(value: object, path: str, problems: list[Problem]) -> str | None:

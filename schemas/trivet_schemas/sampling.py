@@ -31,6 +31,7 @@ GREEDY_TEMPERATURE = 1e-5
 ENGINE_FIELDS: frozenset[str] = frozenset(
     {
         "n",
+        "best_of",
         "stop",
         "stop_token_ids",
         "ignore_eos",
@@ -186,6 +187,9 @@ class SamplingParams(_Params):
 
     n: Annotated[int, Field(ge=1), _INTEGER] = 1
     """Outputs for the prompt; output ``i`` samples with ``seed + i``."""
+    best_of: Annotated[int, Field(ge=1), _INTEGER] | None = None
+    """Sample this many outputs and return the ``n`` whose tokens have the highest sum of logprobs, best first; None:
+    as many as are returned. Nothing can be streamed before the last of them has ended."""
     presence_penalty: _Penalty = 0.0
     """Subtracted from the logits of tokens that are in the output."""
     frequency_penalty: _Penalty = 0.0
@@ -253,6 +257,11 @@ class SamplingParams(_Params):
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def num_sampled(self) -> int:
+        """Outputs that are sampled: ``best_of``, or ``n``."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
     def all_stop_token_ids(self) -> frozenset[int]:
         """The request's own stop tokens; the engine adds the model's end-of-sequence ids unless ``ignore_eos``."""
         return frozenset(self.stop_token_ids)
@@ -309,9 +318,25 @@ class SamplingParams(_Params):
         if self.n > 1 and self.greedy:
             message = f"must be 1 with temperature={self.temperature:g} (greedy outputs are all equal), got {self.n}"
             yield frozenset({"n", "temperature"}), Problem("n", message)
+        if self.best_of is not None:
+            yield from self._best_of_problems(self.best_of)
         if self.stop and not self.detokenize:
             message = f"needs detokenize=True (strings are found in text), got {show(self.stop)}; use stop_token_ids"
             yield frozenset({"stop", "detokenize"}), Problem("stop", message)
+
+    def _best_of_problems(self, best_of: int) -> Iterator[tuple[frozenset[str], Problem]]:
+        if best_of < self.n:
+            message = f"must be at least n={self.n} (outputs are chosen among as many), got {best_of}"
+            yield frozenset({"best_of", "n"}), Problem("best_of", message)
+        if best_of > 1 and self.n == 1 and self.greedy:
+            message = f"must be 1 with temperature={self.temperature:g} (greedy outputs are all equal), got {best_of}"
+            yield frozenset({"best_of", "n", "temperature"}), Problem("best_of", message)
+        if best_of > self.n and self.output_kind is RequestOutputKind.DELTA:
+            message = (
+                f"must equal n={self.n} when output is streamed (which outputs are returned is known at the end only), "
+                f"got {best_of} with output_kind='delta'"
+            )
+            yield frozenset({"best_of", "n", "output_kind"}), Problem("best_of", message)
 
 
 class PoolingParams(_Params):

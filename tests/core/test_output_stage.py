@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from output_kit import PROMPT, Play, play
 
 from trivet.events import CommitEvents
 from trivet.output import Output, OutputStage, merge_outputs
-from trivet.submission import Preparer, Submission
+from trivet.submission import Preparer
 from trivet.testing.scripted import EOS, LETTERS, PieceTokenizer, ScriptedEngine
 from trivet_schemas.outputs import CompletionOutput, RequestOutput
 from trivet_schemas.sampling import PoolingParams, RequestOutputKind, SamplingParams
 
-PROMPT = [5, 6, 7]
 _PIECES = [
     b"a",
     b"b",
@@ -37,58 +37,8 @@ _PIECES = [
 TOKENIZER = PieceTokenizer(_PIECES)
 
 
-class Play:
-    """An engine, a stage that runs ``late`` commits behind, and everything the stage gave out."""
-
-    def __init__(self, engine: ScriptedEngine, *, late: int = 0) -> None:
-        self.engine, self.late = engine, late
-        tokenizer = engine.tokenizer
-        self.stage = OutputStage(
-            tokenizer,
-            stop=lambda request, count, text: engine.stop(request.request_id, count, text),
-            abort=lambda requests: engine.abort([r.request_id for r in requests]),
-            eos_token_ids=(EOS,),
-        )
-        self._preparer = Preparer(tokenizer, 0)
-        self.outputs: dict[str, list[Output]] = {}
-
-    def add(
-        self, params: SamplingParams | PoolingParams, prompt: Sequence[int] = PROMPT, request_id: str = "r"
-    ) -> Submission:
-        submission = self._preparer.prepare(request_id, {"prompt_token_ids": list(prompt)}, params)
-        for index in range(len(submission.children)):
-            self.stage.add(submission, index, submission.add(self.engine, index))
-        return submission
-
-    def run(self) -> Play:
-        waiting: list[CommitEvents] = []
-        for _ in range(10_000):
-            if self.engine.has_work:
-                waiting.append(self.engine.step())
-            elif not waiting:
-                return self
-            while waiting and (len(waiting) > self.late or not self.engine.has_work):
-                self.take(self.stage.process(waiting.pop(0)))
-        raise AssertionError("the engine never ends")
-
-    def take(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            self.outputs.setdefault(output.request_id, []).append(output)
-
-    def final(self, request_id: str = "r") -> RequestOutput:
-        output = self.outputs[request_id][-1]
-        assert isinstance(output, RequestOutput)
-        assert output.finished
-        return output
-
-
-def _play(
-    script: Sequence[int], params: SamplingParams, *, chunks: Sequence[int] = (1,), late: int = 0, **engine: Any
-) -> Play:
-    engine.setdefault("tokenizer", TOKENIZER)
-    play = Play(ScriptedEngine({tuple(PROMPT): script}, chunks=chunks, **engine), late=late)
-    play.add(params)
-    return play.run()
+def _play(script: Sequence[int], params: SamplingParams, **options: Any) -> Play:
+    return play(script, params, **({"tokenizer": TOKENIZER} | options))
 
 
 def _joined(outputs: list[Output]) -> CompletionOutput:
@@ -466,6 +416,7 @@ def test_times_and_counts_of_a_request_are_reported() -> None:
     play.add(SamplingParams(stop="b"))
     engine.requests["r"].num_cached_tokens = 2
     engine.requests["r"].num_preemptions = 1
+    engine.requests["r"].num_recomputed_tokens = 5
     final = play.run().final()
     metrics = final.metrics
     assert metrics is not None
@@ -473,6 +424,9 @@ def test_times_and_counts_of_a_request_are_reported() -> None:
     assert None not in times
     assert times == sorted(times, key=lambda t: t or math.inf)
     assert (metrics.num_preemptions, metrics.num_cached_tokens, final.num_cached_tokens) == (1, 2, 2)
+    assert metrics.num_recomputed_tokens == 5
+    spans = [metrics.queue_seconds, metrics.prefill_seconds, metrics.decode_seconds]
+    assert sum(span or 0 for span in spans) == pytest.approx((times[3] or 0) - (times[0] or 0))
 
 
 def test_everything_can_be_ended_with_one_error() -> None:

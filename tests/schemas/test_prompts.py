@@ -100,3 +100,8 @@ def test_anything_is_a_prompt_or_a_parameter_error(value: Any) -> None:
         assert outcome.problems[0].path.startswith("prompt")
     else:
         assert value == (outcome.text if isinstance(value, str) else outcome.token_ids)
+
+
+def test_embeddings_in_place_of_a_prompt_are_refused_with_what_to_give() -> None:
+    with pytest.raises(ParameterError, match="cannot be given as embeddings here; give text"):
+        parse_prompt({"prompt_embeds": [[0.0, 1.0]]})

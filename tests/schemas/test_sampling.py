@@ -25,6 +25,7 @@ def test_defaults_are_those_of_vllm() -> None:
     params = SamplingParams()
     assert params.model_dump() == {
         "n": 1,
+        "best_of": None,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
@@ -338,3 +339,24 @@ class TestPooling:
             PoolingParams(**values)
         assert [p.path for p in caught.value.problems] == [path]
         assert text in caught.value.problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "message"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of", "must be at least n=3"),
+        ({"best_of": 0}, "best_of", "must be at least 1, got 0"),
+        ({"best_of": 2, "temperature": 0}, "best_of", "must be 1 with temperature=0"),
+        ({"n": 2, "best_of": 3, "output_kind": "delta"}, "best_of", "must equal n=2 when output is streamed"),
+    ],
+)
+def test_choosing_among_outputs_that_cannot_be_is_refused(values: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(ParameterError, match=message) as caught:
+        SamplingParams(**values)
+    assert [problem.path for problem in caught.value.problems] == [field]
+
+
+def test_as_many_outputs_are_sampled_as_are_chosen_from() -> None:
+    assert SamplingParams(n=2, best_of=5).num_sampled == 5
+    assert SamplingParams(n=2).num_sampled == 2
+    assert SamplingParams(n=2, best_of=2, output_kind="delta").num_sampled == 2

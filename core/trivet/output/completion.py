@@ -34,20 +34,20 @@ class Completion:
         "_detokenizer",
         "_eos_ids",
         "_finder",
+        "_fresh",
         "_min_tokens",
         "_params",
+        "_pieces",
         "_prompt_ids",
-        "_sent_chars",
         "_sent_end",
         "_sent_tokens",
         "_tokenizer",
-        "cumulative_logprob",
         "finish_reason",
         "index",
         "logprobs",
         "stop_reason",
-        "text",
         "token_ids",
+        "total_logprob",
     )
 
     def __init__(
@@ -72,9 +72,9 @@ class Completion:
         """
         self.index = index
         self.token_ids: list[int] = []
-        self.text = ""
+        #: sum of the tokens' logprobs, as far as the engine reports them
+        self.total_logprob = 0.0
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._params = params
@@ -85,8 +85,18 @@ class Completion:
         self._finder = StopFinder(params.stop, include=params.include_stop_str_in_output) if params.stop else None
         self._deferred = only_final and self._finder is None
         self._detokenizer: Detokenizer | None = None
-        self._sent_chars = self._sent_tokens = 0
+        # The text in parts, so that a token costs as much late in a long output as early; and what no delta has yet.
+        self._pieces: list[str] = []
+        self._fresh: list[str] = []
+        self._sent_tokens = 0
         self._sent_end = False
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
 
     @property
     def finished(self) -> bool:
@@ -106,9 +116,9 @@ class Completion:
             used = self._find_stop(self._finder, tokens, shown)
         else:
             if not self._deferred and self._tokenizer is not None and shown:
-                self.text += self._text_of(tokens[:shown])
+                self._write(self._text_of(tokens[:shown]))
             self.token_ids += tokens
-        if logprobs is not None and self.logprobs is not None:
+        if logprobs is not None:
             self._add_logprobs(logprobs, used)
         if end is not None and self.finish_reason is None:
             self._end(end, hidden=len(tokens) - shown)
@@ -124,17 +134,21 @@ class Completion:
 
     def delta(self) -> CompletionOutput | None:
         """What is new since the call before, the end among it; None if nothing is."""
-        text, tokens = self.text[self._sent_chars :], self.token_ids[self._sent_tokens :]
+        text, tokens = "".join(self._fresh), self.token_ids[self._sent_tokens :]
         if not text and not tokens and self._sent_end == self.finished:
             return None
         logprobs = None if self.logprobs is None else self.logprobs[self._sent_tokens :]
-        self._sent_chars, self._sent_tokens, self._sent_end = len(self.text), len(self.token_ids), self.finished
+        self._fresh, self._sent_tokens, self._sent_end = [], len(self.token_ids), self.finished
         return self._output(text, tokens, logprobs)
 
     def _output(self, text: str, tokens: list[int], logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
-        return CompletionOutput(
-            self.index, text, tokens, self.cumulative_logprob, logprobs, self.finish_reason, self.stop_reason
-        )
+        total = None if self.logprobs is None else self.total_logprob
+        return CompletionOutput(self.index, text, tokens, total, logprobs, self.finish_reason, self.stop_reason)
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._fresh.append(text)
 
     def _hides_last(self, tokens: list[int], end: Finished | None) -> bool:
         """Whether the last of ``tokens`` is a stop token whose text is not shown."""
@@ -149,7 +163,7 @@ class Completion:
             self.token_ids.append(token)
             if count > shown:
                 continue
-            self.text += finder.push(self._text_of([token]), armed=len(self.token_ids) > self._min_tokens)
+            self._write(finder.push(self._text_of([token]), armed=len(self.token_ids) > self._min_tokens))
             if finder.found is not None:
                 self.finish_reason, self.stop_reason = "stop", finder.found
                 return count
@@ -162,16 +176,16 @@ class Completion:
             return
         if self._deferred:
             shown = self.token_ids[: len(self.token_ids) - hidden]
-            self.text = self._text_of(shown) if shown else ""
+            self._write(self._text_of(shown) if shown else "")
         rest = "" if self._detokenizer is None else self._detokenizer.flush()
         if self._finder is None:
-            self.text += rest
+            self._write(rest)
             return
         # A character that never became whole is text of the last token, unless the generation did not end by itself.
         armed = reason in {"stop", "length"} and len(self.token_ids) > self._min_tokens
-        self.text += self._finder.push(rest, armed=armed)
+        self._write(self._finder.push(rest, armed=armed))
         if self._finder.found is None:
-            self.text += self._finder.flush()
+            self._write(self._finder.flush())
         else:
             self.finish_reason, self.stop_reason = "stop", self._finder.found
 
@@ -186,11 +200,11 @@ class Completion:
         return self._detokenizer.push(tokens)
 
     def _add_logprobs(self, values: TokenLogprobs, count: int) -> None:
-        assert self.logprobs is not None
-        assert self.cumulative_logprob is not None
+        self.total_logprob += float(values.logprobs[:count, 0].sum())
+        if self.logprobs is None:  # wanted for ranking only
+            return
         text = None if self._tokenizer is None else self._tokenizer.token_text
         found = position_logprobs(values, count, text)
         self.logprobs += found
         # Tokens that a grammar forced were not drawn and have no logprob.
         self.logprobs += ({} for _ in range(count - len(found)))
-        self.cumulative_logprob += float(values.logprobs[:count, 0].sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trivet.output.completion import Completion
@@ -147,7 +147,7 @@ class OutputStage:
     # ------------------------------------------------------------------ events to state
 
     def _open(self, submission: Submission) -> _Group:
-        params, n = submission.params, len(submission.children)
+        params, count = submission.params, len(submission.children)
         if not isinstance(params, SamplingParams):
             return _Group(submission, [], [None], None)
         only_final = submission.output_kind is RequestOutputKind.FINAL_ONLY
@@ -160,11 +160,11 @@ class OutputStage:
                 eos_ids=self._eos_ids,
                 only_final=only_final,
             )
-            for index in range(n)
+            for index in range(count)
         ]
         wanted = params.prompt_logprobs is not None
         return _Group(
-            submission, completions, [None] * n, [None] * len(submission.prompt_token_ids) if wanted else None
+            submission, completions, [None] * count, [None] * len(submission.prompt_token_ids) if wanted else None
         )
 
     def _child(self, request: Request) -> _Child | None:
@@ -239,7 +239,7 @@ class OutputStage:
         prompt_logprobs = None if group.prompt_logprobs is None else list(group.prompt_logprobs)
         match submission.output_kind:
             case RequestOutputKind.FINAL_ONLY:
-                outputs = [c.snapshot() for c in group.completions] if group.ended else []
+                outputs = _returned(group) if group.ended else []
             case RequestOutputKind.DELTA:
                 outputs = [delta for c in group.completions if (delta := c.delta()) is not None]
                 if group.prompt_logprobs_sent:
@@ -285,6 +285,15 @@ class OutputStage:
                 del self._children[request.request_id]
 
 
+def _returned(group: _Group) -> list[CompletionOutput]:
+    """The outputs of a request that has ended; of more than it returns, the best, which are numbered by rank."""
+    params, completions = group.submission.params, group.completions
+    if isinstance(params, SamplingParams) and params.num_sampled > params.n:
+        ranked = sorted(completions, key=lambda c: (c.finish_reason == "error", -c.total_logprob, c.index))
+        return [replace(c.snapshot(), index=rank) for rank, c in enumerate(ranked[: params.n])]
+    return [c.snapshot() for c in completions]
+
+
 def _metrics(group: _Group) -> RequestMetrics:
     """Times of all children together: the first scheduling and token, the last end."""
     requests = [request for request in group.requests if request is not None]
@@ -302,4 +311,5 @@ def _metrics(group: _Group) -> RequestMetrics:
         finished,
         sum(r.num_preemptions for r in requests),
         max(0, first.num_cached_tokens),
+        sum(r.num_recomputed_tokens for r in requests),
     )
