@@ -118,9 +118,22 @@ def _pieces(source: Source) -> Iterator[QuantizedMatrix]:
     step = max(1, _CHUNK // source.columns)
     for begin in range(0, source.rows, step):
         end = min(begin + step, source.rows)
-        yield source.read(begin, end)
+        piece = source.read(begin, end)
+        _check_finite(source, piece, begin)
+        yield piece
         if source.release is not None:
             source.release(begin, end)
+
+
+def _check_finite(source: Source, piece: QuantizedMatrix, first: int) -> None:
+    """Refuse a piece, whose first row is row ``first``, with weights that are no numbers: then its scales are none."""
+    for part in (piece.scale, piece.offset):
+        if part is not None and not part.isfinite().all():
+            row = first + int((~part.isfinite()).any(1).nonzero()[0])
+            raise ModelLoadError(
+                f"{source.name}.weight holds NaN or infinity, first in row {row}: the file is damaged, or was "
+                "written after the training had diverged; get another copy of it"
+            )
 
 
 def _joined(parts: Sequence[tuple[Source, Tensor | None]]) -> Tensor | None:

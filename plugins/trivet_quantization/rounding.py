@@ -1,7 +1,7 @@
 """Rounding groups of weights to few bits.
 
 Every function takes groups ``[rows, groups, size]`` float32 and returns stored values of that shape in uint8, scales
-``[rows, groups]``, and offsets ``[rows, groups]`` or None.
+``[rows, groups]``, and offsets ``[rows, groups]`` or None. A group with NaN or infinity has a scale of that kind.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def symmetric4(groups: Tensor) -> Rounded:
         inverse = torch.where(extreme != 0, divisor / extreme, zero)
         values = (groups * inverse).round_().clamp_(-8, 7)
         square = values.square().sum(-1, keepdim=True)
-        scale = torch.where(square > 0, (values * groups).sum(-1, keepdim=True) / square, zero)
+        scale = torch.where(square == 0, zero, (values * groups).sum(-1, keepdim=True) / square)  # NaN stays NaN
         best = _better(best, groups, values, scale, zero)
     assert best is not None
     _, values, scale, _ = best

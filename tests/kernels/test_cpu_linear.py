@@ -269,3 +269,16 @@ def test_rounding_what_is_not_finite(library: ctypes.CDLL) -> None:
         found = round_to_four(groups, offsets=offsets, library=library)
         assert found is not None
         assert found[1].flatten().isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("part", ["scale", "offset"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers_are_told_from_large_ones(part: str, value: float) -> None:
+    given = matrix(40, 64, "4 bits in 32, offsets")
+    layer = QuantizedLinear(64, 50, segment=32, bits=4, zero_point=given.zero_point, offsets=True)
+    getattr(given, part)[7, 1] = value
+    with pytest.raises(ValueError, match=r"of row 17 is NaN or infinite"):
+        layer.put(given, 10)
+    getattr(given, part)[7, 1] = 1e6
+    with pytest.raises(OverflowError, match=r"1e\+06 is too large for float16"):
+        layer.put(given, 10)

@@ -152,7 +152,12 @@ class QuantizedLinear:
 
     def put(self, matrix: QuantizedMatrix, first: int = 0) -> None:
         """Pack rows of the matrix, the first of which is row ``first``. Scales are rounded to float16 unless they are
-        wide; raises :class:`OverflowError` if one is beyond its range."""
+        wide.
+
+        Raises:
+            OverflowError: A scale is beyond the range of float16.
+            ValueError: A scale or an offset is NaN or infinite, as weights that hold such values have it.
+        """
         layer = self._layer
         assert (matrix.in_features, matrix.segment, matrix.bits, matrix.zero_point) == (
             layer.in_features,
@@ -168,6 +173,9 @@ class QuantizedLinear:
             if stored is not None and given is not None:
                 scaled = (given / layer.factor).to(stored.dtype)
                 if not scaled.isfinite().all():
+                    if not given.isfinite().all():
+                        row = first + int((~given.isfinite()).any(1).nonzero()[0])
+                        raise ValueError(f"a scale or an offset of row {row} is NaN or infinite")
                     raise OverflowError(f"a scale of {given.abs().max().item():g} is too large for float16")
                 stored.transpose(1, 2)[rows // PANEL, rows % PANEL, : given.shape[1]] = scaled
 

@@ -292,6 +292,29 @@ def test_weights_that_no_float16_scale_reaches() -> None:
         int4().linear([stored(floats(32, 64) * 1e6)])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("quantization", [int8, lambda: int8(group=None), int4, lambda: int4(offsets=False)])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_weights_that_are_no_numbers_are_named(
+    value: float, quantization: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trivet_quantization.layers._CHUNK", 8 * 64)
+    if not compiled:
+        monkeypatch.setattr(build, "library", lambda: None)
+    weight = floats(32, 64)
+    weight[21, 40] = value
+    good = stored(floats(32, 64), "model.layers.0.mlp.gate_proj")
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds NaN or infinity.* row 21:"):
+        quantization().linear([good, stored(weight)])
+
+
+def test_blocks_with_a_scale_that_is_no_number_are_named() -> None:
+    part, _ = blocks("Q8_0", 24, 256)
+    part.tensors["weight"].reshape(-1, 34)[8 * 5 + 2, :2] = (0xFF, 0x7F)
+    with pytest.raises(ModelLoadError, match=r"up_proj\.weight holds NaN or infinity, first in row 5:"):
+        gguf().linear([part])
+
+
 class FakeTorchao:
     """Stands in for ``torchao.quantization``: remembers what it was asked for."""
 
