@@ -28,7 +28,7 @@ class Provider:
     ``factory`` is ``"package.module:Class"`` (imported only when selected) and is called as ``factory(context,
     options)``; ``options`` is ``"package.module:Model"`` or a pydantic model class derived from
     ``trivet_schemas.options.Options``. ``api`` is the interface version it was written for, ``(major, minor)``.
-    ``requires`` maps an importable module to the extra that brings it."""
+    ``requires`` maps an importable module to the extra that brings it, empty where the distribution itself does."""
 
     role: str
     name: str

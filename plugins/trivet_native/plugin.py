@@ -24,7 +24,7 @@ def trivet_providers() -> list[Provider]:
             options="trivet_native.options:NativeOptions",
             suits=_suits,
             capabilities={"tasks": ("generate", "embed")},
-            requires={"torch": "trivet", "transformers": "trivet"},
+            requires={"torch": "", "transformers": ""},
             summary="Common decoder families with fused and packed weights.",
         )
     ]

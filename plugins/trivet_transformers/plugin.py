@@ -21,7 +21,7 @@ def trivet_providers() -> list[Provider]:
             factory="trivet_transformers.model:TransformersModel",
             suits=_suits,
             capabilities={"tasks": ("generate", "embed")},
-            requires={"torch": "trivet", "transformers": "trivet"},
+            requires={"torch": "", "transformers": ""},
             summary="Any decoder-only model of transformers, through its attention interface.",
         )
     ]

@@ -71,7 +71,10 @@ def print_details(values: Mapping[str, Any]) -> None:
         typer.echo()
         heading(f"{provider['role']}: {provider['name']}{' (chosen)' if provider['chosen'] else ''}")
         rows = [["summary", provider["summary"]], ["factory", provider["factory"]]]
-        rows += [[f"needs {module}", f'extra "{extra}"'] for module, extra in provider["requires"].items()]
+        rows += [
+            [f"needs {module}", f'extra "{extra}"' if extra else f"brought by {values['distribution']} itself"]
+            for module, extra in provider["requires"].items()
+        ]
         rows += [[f"can {name}", str(value)] for name, value in provider["capabilities"].items()]
         columns([row for row in rows if row[1]])
         _print_options("options", provider["options"])

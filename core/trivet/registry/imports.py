@@ -51,7 +51,8 @@ def missing_requirements(offer: Offer) -> list[str]:
         return []
     distribution = plugin.distribution or "trivet"
     return [
-        f'needs the module {module!r}, which is not installed: pip install "{distribution}[{extra}]"'
+        f"needs the module {module!r}, which is not installed: pip install "
+        + (f'"{distribution}[{extra}]"' if extra else distribution)
         for module, extra in provider.requires.items()
         if not _is_installed(module)
     ]

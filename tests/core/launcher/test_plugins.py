@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+from typing import Any
 
 import pytest
 from launcher_kit import Run, Site
+
+from trivet.registry import Catalog
 
 _OBSERVER = """
     @hookimpl(wrapper=True)
@@ -70,6 +74,29 @@ def test_a_plugin_is_shown_with_its_options(run: Run) -> None:
     assert "Token budget of a step" in line
     assert "scheduling_policy" in result.out
     assert "trivet_providers" in result.out
+
+
+def test_what_a_provider_needs_can_be_installed(run: Run) -> None:
+    needs = {
+        tuple(line.split("  needs ")[1].split(maxsplit=1))
+        for plugin in ("native", "transformers", "triton")
+        for line in run("plugins", "show", plugin).out.splitlines()
+        if line.startswith("  needs ")
+    }
+    assert needs == {
+        ("torch", "brought by trivet itself"),
+        ("transformers", "brought by trivet itself"),
+        ("triton", 'extra "triton"'),
+    }
+    extras = set(importlib.metadata.metadata("trivet").get_all("Provides-Extra") or ())
+    named = {extra for plugin in Catalog().plugins for offer in plugin.offers for extra in _extras(offer)}
+    assert "triton" in named
+    assert named <= extras
+
+
+def _extras(offer: Any) -> list[str]:
+    is_ours = offer.provider is not None and offer.plugin.distribution == "trivet"
+    return [extra for extra in offer.provider.requires.values() if extra] if is_ours else []
 
 
 def test_a_plugin_is_found_by_the_name_of_its_provider(site: Site, run: Run) -> None:

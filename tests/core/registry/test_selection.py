@@ -109,6 +109,10 @@ class TestNamed:
         world.offering("theirs", needs, distribution="acme-cache")
         assert 'pip install "acme-cache[fast]"' in world.problem({"cache": "c"})
 
+    def test_what_the_distribution_itself_brings_is_no_extra(self, world: Any) -> None:
+        world.bundle(a=offering(provider("cache", "c", "Cache", requires='{"no_such_module": ""}')))
+        assert world.problem({"cache": "c"}).endswith("which is not installed: pip install trivet")
+
 
 class TestAuto:
     def test_the_highest_rank_wins_and_the_reasons_are_kept(self, world: Any) -> None:
