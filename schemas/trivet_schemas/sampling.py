@@ -18,6 +18,7 @@ __all__ = [
     "ENGINE_FIELDS",
     "GREEDY_TEMPERATURE",
     "MAX_TEMPERATURE",
+    "BeamSearchParams",
     "PoolingParams",
     "RequestOutputKind",
     "SamplingParams",
@@ -225,6 +226,9 @@ class SamplingParams(_Params):
     """Return each token's logprob and those of this many most likely tokens; 0: the token's alone, -1: all."""
     prompt_logprobs: Annotated[int, Field(ge=-1), _INTEGER] | None = None
     """The same for the tokens of the prompt."""
+    logprob_token_ids: Annotated[list[_TokenId], Field(min_length=1), BeforeValidator(_plain_list)] | None = None
+    """Return the logprobs of exactly these tokens, in this order, with each generated token's own; with ``logprobs``,
+    after those of the most likely ones. Their ranks are not computed."""
     detokenize: _Bool = True
     """Turn the tokens into text."""
     skip_special_tokens: _Bool = True
@@ -236,7 +240,8 @@ class SamplingParams(_Params):
     allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1), BeforeValidator(_plain_list)] | None = None
     """Sample only from these tokens."""
     bad_words: _Texts = Field(default_factory=list)
-    """Texts whose last token is never sampled where it would complete them."""
+    """Texts that the output does not contain: the last of a text's tokens is never sampled where the output ends with
+    those before it. Both at the start of a word and within: each is encoded with and without a blank before it."""
     structured_outputs: Annotated[
         StructuredOutputsParams | None,
         BeforeValidator(_structured, json_schema_input_type=StructuredOutputsParams | None),
@@ -273,7 +278,7 @@ class SamplingParams(_Params):
             ParameterError: One problem per field that names such ids.
         """
         problems = []
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             outside = sorted({token for token in getattr(self, name) or () if token >= vocab_size})
             if outside:
                 rule = f"token ids must be below the vocabulary size {vocab_size}"
@@ -337,6 +342,28 @@ class SamplingParams(_Params):
                 f"got {best_of} with output_kind='delta'"
             )
             yield frozenset({"best_of", "n", "output_kind"}), Problem("best_of", message)
+
+
+class BeamSearchParams(_Params):
+    """How a beam search goes, with the names and defaults of vLLM's.
+
+    Raises:
+        ParameterError: With every broken rule: field, value and rule.
+    """
+
+    beam_width: Annotated[int, Field(ge=1), _INTEGER]
+    """Beams that are kept after each token, and sequences that are returned."""
+    max_tokens: Annotated[int, Field(ge=1), _INTEGER]
+    """Most tokens to generate; what the context has room for if that is less."""
+    ignore_eos: _Bool = False
+    """Go on after the model's end of sequence."""
+    temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE), _NUMBER] = 0.0
+    """Above 0 a token is drawn for every beam at this temperature and extends it too, besides the most likely ones;
+    logprobs are the model's own in any case."""
+    length_penalty: Annotated[float, _NUMBER] = 1.0
+    """Sequences are ranked by the sum of their logprobs divided by their length to this power."""
+    include_stop_str_in_output: _Bool = False
+    """Leave the end of sequence in ``tokens`` and ``text``."""
 
 
 class PoolingParams(_Params):
