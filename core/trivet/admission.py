@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from trivet.bad_words import bad_word_sequences
 from trivet.errors import RequestError
 from trivet.events import Finished, RequestsAdded, RequestsFinished
-from trivet.plan import Int32, Task
+from trivet.plan import Int32, Ragged, Task
 from trivet.roles import Wait
 from trivet.state import PromptRange, Request
 from trivet.wire import encode_params
@@ -89,6 +90,7 @@ class Admissions:
             adapter=adapter,
             cache_tags=tags,
             parent=parent,
+            bad_words=self._bad_words(params) if task == Task.GENERATE else None,
             ranges=tuple(ranges),
             extra=more,
         )
@@ -207,9 +209,13 @@ class Admissions:
             )
         if params.stop and self._p.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and none is selected", param="stop")
+        self._bad_words(params)
         for processor in self._p.processors:
             processor.validate(params)
         return count + params.token_limit(count, limit), Task.GENERATE
+
+    def _bad_words(self, params: SamplingParams) -> Ragged | None:
+        return bad_word_sequences(params.bad_words, self._p.tokenizer, self._p.vocab_size)
 
 
 # What follows would otherwise be noticed where it harms others: in the queue's order, on the way to a worker.

@@ -106,6 +106,8 @@ class NewRequest:
     seed: int = 0  #: never None: an unseeded request was given one at admission
     #: ids that end the output: ``stop_token_ids`` and, unless ``ignore_eos``, the model's ends of sequence
     stop_ids: Int32 = field(default_factory=lambda: EMPTY_I32)
+    #: token sequences that the output must not contain, one per row
+    bad_words: Ragged | None = None
     adapter: str | None = None
     parent_slot: int = -1  #: the slot this request was forked from, or -1
     resumed: bool = False  #: True when this admission follows a preemption

@@ -423,6 +423,7 @@ class Planner:
             task=Task(request.task),
             seed=request.seed,
             stop_ids=t.all_stop_ids(slot),
+            bad_words=request.bad_words,
             adapter=request.adapter,
             parent_slot=self._parents.get(slot, -1),
             resumed=request.num_preemptions > 0,

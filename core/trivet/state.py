@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trivet.context import Hold
-from trivet.plan import Bool, Int32, Int64, Task
+from trivet.plan import Bool, Int32, Int64, Ragged, Task
 
 _STOP_IDS = 8  # columns of stop ids; a request may have more
 
@@ -63,6 +63,7 @@ class Request:
     cache_tags: Mapping[str, bytes] = field(default_factory=dict)
     ranges: tuple[PromptRange, ...] = ()
     parent: str | None = None  #: the request whose prompt this one shares (n > 1)
+    bad_words: Ragged | None = None  #: token sequences that the output must not contain, one per row
     extra: dict[str, bytes] = field(default_factory=dict)
 
     slot: int = -1

@@ -75,6 +75,7 @@ NEW = st.builds(
     task=st.sampled_from(p.Task),
     seed=st.integers(-(2**63), 2**63 - 1),
     stop_ids=I32,
+    bad_words=st.one_of(st.none(), RAGGED),
     adapter=st.one_of(st.none(), TEXT),
     parent_slot=st.integers(-1, 99),
     resumed=st.booleans(),

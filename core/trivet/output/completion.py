@@ -74,7 +74,8 @@ class Completion:
         self.token_ids: list[int] = []
         #: sum of the tokens' logprobs, as far as the engine reports them
         self.total_logprob = 0.0
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        reported = params.logprobs is not None or params.logprob_token_ids is not None
+        self.logprobs: list[dict[int, Logprob]] | None = [] if reported else None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._params = params
@@ -204,7 +205,7 @@ class Completion:
         if self.logprobs is None:  # wanted for ranking only
             return
         text = None if self._tokenizer is None else self._tokenizer.token_text
-        found = position_logprobs(values, count, text)
+        found = position_logprobs(values, count, text, len(self._params.logprob_token_ids or ()))
         self.logprobs += found
         # Tokens that a grammar forced were not drawn and have no logprob.
         self.logprobs += ({} for _ in range(count - len(found)))
