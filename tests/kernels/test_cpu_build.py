@@ -166,6 +166,35 @@ def test_a_compiler_may_complain_in_any_encoding(
 
 
 @needs_compiler
+def test_whoever_waits_for_the_compiler_is_told_once(
+    fresh: None, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The first level is refused, so that two are tried.
+    log = make_compiler(tmp_path, monkeypatch, f'case "$*" in *-mno-such*) exit 1;; esac\nexec {REAL} "$@"')
+    monkeypatch.setattr(build, "usable_levels", lambda: [Level("odd", ("-mno-such",), frozenset()), GENERIC])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    with caplog.at_level(logging.INFO, logger="trivet.kernels"):
+        assert build.library() is not None
+        (record,) = caplog.records
+        assert record.levelno == logging.INFO
+        assert "compiling the native CPU kernels" in record.getMessage()
+        assert f"once: they are kept in {tmp_path / 'home' / 'trivet' / 'kernels'}" in record.getMessage()
+        assert len(compiled(log)) == 4
+        caplog.clear()
+        build._build_and_load.cache_clear()
+        assert build.library() is not None
+        assert caplog.records == []
+
+
+@pytest.mark.parametrize("given", ["relative/folder", ".", ""])
+def test_a_relative_cache_home_is_ignored(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert build.cache_folder() == tmp_path / "home" / ".cache" / "trivet" / "kernels"
+
+
+@needs_compiler
 def test_a_user_without_a_home_gets_a_library(fresh: None, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")

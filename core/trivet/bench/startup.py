@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from trivet.bench.runs import BenchmarkFailedError, percentiles
+from trivet.demo import cache_dir
 from trivet.errors import ModelLoadError, TrivetError
 
 if TYPE_CHECKING:
@@ -141,8 +142,7 @@ def empty_kernel_caches(folder: Path) -> dict[str, str]:
     """Environment variables under which no compiled kernel is found and everything else that is cached still is.
 
     ``folder`` is made; it holds links to what the user's cache folder has besides kernels."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    real = Path(base) if base else Path.home() / ".cache"
+    real = cache_dir().parent
     ours = folder / "trivet"
     ours.mkdir(parents=True)
     for source, target, own in ((real, folder, "trivet"), (real / "trivet", ours, "kernels")):

@@ -55,11 +55,15 @@ def exit_code(error: BaseException, *, debug: bool = False) -> int:
 
 
 def set_up_logging(*, debug: bool = False) -> None:
-    """Let warnings and errors of the log appear on stderr, like the command's own; with ``debug`` everything."""
+    """Let warnings and errors of the log appear on stderr, like the command's own; with ``debug`` everything.
+
+    Kernels say there too what makes a start wait: that they are being compiled.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(debug=debug))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=debug)
     logging.getLogger("trivet").setLevel(logging.DEBUG if debug else logging.NOTSET)
+    logging.getLogger("trivet.kernels").setLevel(logging.NOTSET if debug else logging.INFO)
 
 
 class _Formatter(logging.Formatter):
@@ -73,7 +77,8 @@ class _Formatter(logging.Formatter):
         from trivet.errors import TrivetError
 
         error = record.exc_info[1] if record.exc_info else None
-        text = f"{record.levelname.lower()}: {record.getMessage()}"
+        kind = "note" if record.levelno == logging.INFO else record.levelname.lower()
+        text = f"{kind}: {record.getMessage()}"
         if self._debug:
             text = f"{record.levelname.lower()}: {record.name}: {record.getMessage()}"
         if error is None:

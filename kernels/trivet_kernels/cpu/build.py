@@ -24,6 +24,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from trivet_kernels._cache import cache_home
 from trivet_kernels.cpu.levels import Level, usable_levels
 
 logger = logging.getLogger("trivet.kernels")
@@ -78,7 +79,7 @@ def _built() -> Path:
         folder = tempfile.mkdtemp(prefix="trivet-kernels-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         logger.warning("native CPU kernels are compiled anew at every start: nothing can be kept: %s", error)
-        return build(usable_levels(), Path(folder))
+        return build(usable_levels(), Path(folder), kept=False)
 
 
 def cache_folder() -> Path:
@@ -87,15 +88,13 @@ def cache_folder() -> Path:
     Raises:
         FileNotFoundError: The user has no home.
     """
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "trivet" / "kernels"
-    except RuntimeError as error:
-        raise FileNotFoundError(f"neither HOME nor XDG_CACHE_HOME is set: {error}") from error
+    return cache_home() / "trivet" / "kernels"
 
 
-def build(levels: Sequence[Level], folder: Path) -> Path:
+def build(levels: Sequence[Level], folder: Path, *, kept: bool = True) -> Path:
     """The library for the first of ``levels`` that the compiler knows, compiled unless ``folder`` has it undamaged.
+
+    Before compiling, which takes some seconds, a line is logged that says so and where the library is ``kept``.
 
     Processes that compile the same at once do not disturb each other: each writes a file of its own and moves it into
     place.
@@ -108,15 +107,24 @@ def build(levels: Sequence[Level], folder: Path) -> Path:
     if found is None:
         raise BuildError(f"no C compiler ({', '.join(_COMPILERS)}) is on the PATH; install gcc")
     sources = sorted(_SOURCES.glob("*.c"))
-    said = ""
-    for level in levels:
-        target = folder / f"{level.name}-{_digest(found, level)}.so"
+    targets = [folder / f"{level.name}-{_digest(found, level)}.so" for level in levels]
+    said, announced = "", not kept
+    for level, target in zip(levels, targets, strict=True):
         if _is_whole(target):
             return target
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
         os.close(handle)
         temporary = Path(name)
+        # A richer level than that of a library that is there is one that the compiler refuses, which it does at once.
+        if not announced and not any(map(_is_whole, targets)):
+            announced = True
+            logger.info(
+                "compiling the native CPU kernels for %s with %s, which takes some seconds, once: they are kept in %s",
+                level.name,
+                found,
+                folder,
+            )
         # Not linked against an OpenMP runtime: its functions are found in the one that is loaded.
         command = [found, *_FLAGS, *level.flags, "-c"]
         try:
@@ -125,7 +133,7 @@ def build(levels: Sequence[Level], folder: Path) -> Path:
                 _seal(temporary)
                 temporary.chmod(0o755)
                 temporary.replace(target)
-                logger.info("compiled the native CPU kernels for %s: %s", level.name, target)
+                logger.debug("compiled the native CPU kernels for %s: %s", level.name, target)
                 return target
         finally:
             temporary.unlink(missing_ok=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import triton
+
+from trivet_kernels._cache import cache_home
 
 logger = logging.getLogger("trivet.kernels")
 
@@ -189,7 +190,7 @@ class TileCache:
 
     def __init__(self, device_name: str, folder: Path | None = None) -> None:
         if folder is None:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trivet" / "tiles"
+            folder = cache_home() / "trivet" / "tiles"
         name = "".join(c if c.isalnum() else "-" for c in device_name)
         self.path = folder / f"{name}-{triton.__version__}-{_source_digest()}.json"
         self._choices = self._read()

@@ -65,6 +65,18 @@ def test_a_cold_start_finds_everything_that_is_cached_but_kernels(
         assert not Path(variables[name]).exists()
 
 
+def test_a_cold_start_ignores_a_relative_cache_home_as_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "relative" / "wrong").mkdir(parents=True)
+    (tmp_path / "home" / ".cache" / "right").mkdir(parents=True)
+    empty_kernel_caches(tmp_path / "cold")
+    assert {path.name for path in (tmp_path / "cold").iterdir()} == {"right", "trivet"}
+
+
 def test_a_model_in_a_folder_has_its_files_and_an_unknown_one_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 10)

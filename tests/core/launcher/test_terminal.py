@@ -6,9 +6,12 @@ import os
 import pty
 import re
 import select
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from launcher_kit import Site, continuation
@@ -89,3 +92,30 @@ def test_a_conversation(site: Site, terminal: Terminal) -> None:
         assert process.wait(60) == 0
     assert "Ctrl-D leaves" in terminal.text
     assert "Traceback" not in terminal.text
+
+
+_FIRST_START = """
+import sys
+from pathlib import Path
+from trivet.launcher.errors import set_up_logging
+from trivet_kernels.cpu import build
+
+set_up_logging()
+build._SOURCES = Path(sys.argv[1])
+assert build.library().one() == 1
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+def test_the_first_start_says_that_it_compiles_and_the_next_ones_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "one.c").write_text("int one(void) { return 1; }\n")
+    said = []
+    for _ in range(2):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        command = [sys.executable, "-c", _FIRST_START, str(tmp_path / "sources")]
+        said.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr)
+    (line,) = said[0].splitlines()
+    assert line.startswith("note: compiling the native CPU kernels for ")
+    assert line.endswith(f"once: they are kept in {tmp_path / 'cache' / 'trivet' / 'kernels'}")
+    assert said[1] == ""

@@ -81,3 +81,10 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_only(tmp_path: Path, ca
         cache.put(SHAPE, OTHER)
     assert "cannot be kept" in caplog.text
     assert cache.get(SHAPE) == OTHER
+
+
+def test_a_relative_cache_home_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert TileCache("gpu").path.parent == tmp_path / "home" / ".cache" / "trivet" / "tiles"
