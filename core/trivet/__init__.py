@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from trivet_schemas.errors import ConfigError, ParameterError
     from trivet_schemas.options import Options
     from trivet_schemas.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
@@ -38,16 +42,23 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         RequestMetrics,
         RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from trivet_schemas.prompts import TextPrompt, TokensPrompt
-    from trivet_schemas.sampling import PoolingParams, RequestOutputKind, SamplingParams
+    from trivet_schemas.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
     from trivet_schemas.structured import StructuredOutputsParams
 
 __all__ = [
     "API_VERSION",
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CacheMemoryError",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "Component",
     "ConfigError",
@@ -75,6 +86,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "Suitability",
     "TextPrompt",
@@ -101,11 +114,12 @@ _HOMES = {
     "trivet_schemas.errors": ("ConfigError", "ParameterError"),
     "trivet_schemas.options": ("Options",),
     "trivet_schemas.outputs": (
+        "BeamSearchOutput", "BeamSearchSequence", "ClassificationOutput", "ClassificationRequestOutput",
         "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "Logprob", "PoolingOutput",
-        "PoolingRequestOutput", "RequestMetrics", "RequestOutput",
+        "PoolingRequestOutput", "RequestMetrics", "RequestOutput", "ScoringOutput", "ScoringRequestOutput",
     ),
     "trivet_schemas.prompts": ("TextPrompt", "TokensPrompt"),
-    "trivet_schemas.sampling": ("PoolingParams", "RequestOutputKind", "SamplingParams"),
+    "trivet_schemas.sampling": ("BeamSearchParams", "PoolingParams", "RequestOutputKind", "SamplingParams"),
     "trivet_schemas.structured": ("StructuredOutputsParams",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -9,14 +9,15 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
+from trivet.beam_search import BeamSearch, step_params, whole_params
 from trivet.engine_thread import EngineThread
 from trivet.errors import EngineUnhealthyError, RequestError
 from trivet.output.merge import merge_outputs
 from trivet.output.stage import Output, OutputStage
 from trivet.output.thread import OutputThread
 from trivet.submission import AnyParams, Preparer, Submission, eos_token_ids
-from trivet_schemas.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from trivet_schemas.sampling import PoolingParams, SamplingParams
+from trivet_schemas.outputs import BeamSearchOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from trivet_schemas.sampling import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -233,6 +234,39 @@ class AsyncEngine:
         params = SamplingParams() if sampling_params is None else sampling_params
         return cast("AsyncGenerator[RequestOutput, None]", self._run(prompt, params, request_id, priority))
 
+    async def beam_search(
+        self,
+        prompt: PromptType,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
+    ) -> BeamSearchOutput:
+        """Search for the likeliest outputs of a prompt, see :meth:`trivet.LLM.beam_search`; cancelling the task aborts
+        it. Raises as :meth:`generate`."""
+        if self._thread is None:
+            await self.start()
+        await self.check_health()
+        assert self._preparer is not None
+        eos_ids, name = eos_token_ids(self.engine), request_id or uuid.uuid4().hex
+        step = step_params(params, eos_ids, self.model.vocab_size)
+        submission = await asyncio.to_thread(
+            self._preparer.prepare, name, prompt, whole_params(params, step), priority=priority
+        )
+        await self.call(submission.validate)
+        search = BeamSearch(submission, params, eos_token_ids=eos_ids, max_model_len=self.max_model_len)
+        count = 0
+        while not search.done:
+            submissions = search.step_submissions(step, count)
+            try:
+                async with asyncio.TaskGroup() as group:  # cancels the others when one is refused
+                    tasks = [group.create_task(self._last(one)) for one in submissions]
+            except ExceptionGroup as raised:
+                raise raised.exceptions[0] from None
+            search.take([task.result() for task in tasks])
+            count += 1
+        return search.output(self.tokenizer)
+
     async def encode(
         self,
         prompt: PromptType,
@@ -284,15 +318,23 @@ class AsyncEngine:
         if self._thread is None:
             await self.start()
         await self.check_health()
-        thread, preparer = self._thread, self._preparer
-        assert thread is not None
+        preparer = self._preparer
         assert preparer is not None
 
         def prepare() -> Submission:
             return preparer.prepare(request_id or uuid.uuid4().hex, prompt(preparer), params, priority=priority)
 
         # Rendering and tokenising a long text takes a while, in which other streams go on.
-        submission = await asyncio.to_thread(prepare)
+        async for output in self._follow(await asyncio.to_thread(prepare), arrival):
+            yield output
+
+    async def _last(self, submission: Submission) -> RequestOutput:
+        outputs = [output async for output in self._follow(submission, time.monotonic())]
+        return cast("RequestOutput", outputs[-1])
+
+    async def _follow(self, submission: Submission, arrival: float) -> AsyncGenerator[Output, None]:
+        thread = self._thread
+        assert thread is not None
         stream = _Stream(submission)
         try:
             await asyncio.wrap_future(thread.call(lambda engine: self._admit(engine, stream, arrival)))

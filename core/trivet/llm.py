@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trivet.batch import run_batch
+from trivet.beam_search import BeamSearch, search_all, step_params, whole_params
 from trivet.engine import Engine
 from trivet.errors import RequestError
 from trivet.output.stage import Output, OutputStage
 from trivet.submission import AnyParams, Preparer, Submission, eos_token_ids, single_prompt
 from trivet_schemas.errors import ParameterError
 from trivet_schemas.outputs import (
+    BeamSearchOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
 )
-from trivet_schemas.sampling import PoolingParams, RequestOutputKind, SamplingParams
+from trivet_schemas.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from trivet.roles.tokenizer import Tokenizer
@@ -115,6 +117,7 @@ class LLM:
             abort=lambda requests: engine.abort([request.request_id for request in requests]),
             eos_token_ids=eos_token_ids(engine),
         )
+        self._eos_ids = eos_token_ids(engine)
         self._lock = threading.Lock()
         self._next_id = 0
 
@@ -189,6 +192,52 @@ class LLM:
                 raise _located(exc, index, len(conversations), "conversation") from None
             prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)  # type: ignore[arg-type]
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest outputs of each prompt; the results are in the order of the prompts.
+
+        All beams of all prompts are one batch per token. What beams have in common is computed once where the KV cache
+        has a prefix cache.
+
+        Args:
+            prompts: As for :meth:`generate`.
+            params: For all prompts.
+            use_tqdm: Show a progress bar; or a function that makes one.
+            concurrency_limit: Search for so many prompts at once; None: for all.
+
+        Raises:
+            RequestError: If a prompt is refused, or the sampler reports no logprobs.
+        """
+        step = step_params(params, self._eos_ids, self.engine.model.vocab_size)
+        items = _as_list(prompts)
+        whole = whole_params(params, step)
+        with self._lock:
+            searches = [
+                BeamSearch(
+                    self._prepare(item, whole, None, index, len(items)),
+                    params,
+                    eos_token_ids=self._eos_ids,
+                    max_model_len=self.engine.max_model_len,
+                )
+                for index, item in enumerate(items)
+            ]
+            together = concurrency_limit or len(searches) or 1
+            with _Progress(len(items), use_tqdm) as progress:
+                for start in range(0, len(searches), together):
+                    search_all(
+                        searches[start : start + together],
+                        step,
+                        lambda submissions: run_batch(self.engine, self._stage, submissions, lambda _: None),
+                        lambda _: progress.advance(),
+                    )
+        return [search.output(self.engine.tokenizer) for search in searches]
 
     # ------------------------------------------------------------------ pooling
 
@@ -266,8 +315,7 @@ class LLM:
         priority: Sequence[int] | None,
         result: type[Any],
     ) -> list[Any]:
-        one = single_prompt(prompts) or not isinstance(prompts, Iterable)  # the latter is refused as a prompt
-        items = [prompts] if one else list(prompts)
+        items = _as_list(prompts)
         each = _per_prompt(params, kind, len(items))
         if priority is not None and len(priority) != len(items):
             raise RequestError(f"priority: got {len(priority)} values for {len(items)} prompts", param="priority")
@@ -315,7 +363,11 @@ class _Progress:
             elapsed = self._bar.format_dict["elapsed"] if hasattr(self._bar, "format_dict") else 0
             if elapsed:
                 self._bar.set_postfix_str(f"{self._tokens / elapsed:.1f} output tokens/s", refresh=False)
-        self._bar.update(1)
+        self.advance()
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.update(1)
 
     def __enter__(self) -> Self:
         return self
@@ -323,6 +375,11 @@ class _Progress:
     def __exit__(self, *exc_info: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    one = single_prompt(prompts) or not isinstance(prompts, Iterable)  # the latter is refused as a prompt
+    return [prompts] if one else list(prompts)
 
 
 def _per_prompt(params: Any, kind: type[AnyParams], count: int) -> list[AnyParams]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from trivet_schemas.options import flat as flat
     from trivet_schemas.options import format_size as format_size
     from trivet_schemas.options import parse_size as parse_size
+    from trivet_schemas.outputs import BeamSearchOutput as BeamSearchOutput
+    from trivet_schemas.outputs import BeamSearchSequence as BeamSearchSequence
     from trivet_schemas.outputs import ClassificationOutput as ClassificationOutput
     from trivet_schemas.outputs import ClassificationRequestOutput as ClassificationRequestOutput
     from trivet_schemas.outputs import CompletionOutput as CompletionOutput
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from trivet_schemas.prompts import TokensPrompt as TokensPrompt
     from trivet_schemas.prompts import parse_prompt as parse_prompt
     from trivet_schemas.sampling import ENGINE_FIELDS as ENGINE_FIELDS
+    from trivet_schemas.sampling import BeamSearchParams as BeamSearchParams
     from trivet_schemas.sampling import PoolingParams as PoolingParams
     from trivet_schemas.sampling import RequestOutputKind as RequestOutputKind
     from trivet_schemas.sampling import SamplingParams as SamplingParams
@@ -56,11 +59,11 @@ _MODULES = {
     "config": "EngineConfig GenerateSection PluginSelection",
     "errors": "ConfigError ParameterError Problem SchemaError",
     "options": "Options Size collect_flat_names flat format_size parse_size",
-    "outputs": "ClassificationOutput ClassificationRequestOutput CompletionOutput EmbeddingOutput "
-    "EmbeddingRequestOutput Logprob PoolingOutput PoolingRequestOutput RequestMetrics RequestOutput ScoringOutput "
-    "ScoringRequestOutput",
+    "outputs": "BeamSearchOutput BeamSearchSequence ClassificationOutput ClassificationRequestOutput CompletionOutput "
+    "EmbeddingOutput EmbeddingRequestOutput Logprob PoolingOutput PoolingRequestOutput RequestMetrics RequestOutput "
+    "ScoringOutput ScoringRequestOutput",
     "prompts": "ParsedPrompt PromptType TextPrompt TokensPrompt parse_prompt",
-    "sampling": "ENGINE_FIELDS PoolingParams RequestOutputKind SamplingParams",
+    "sampling": "ENGINE_FIELDS BeamSearchParams PoolingParams RequestOutputKind SamplingParams",
     "schema": "engine_json_schema",
     "structured": "StructuredOutputsParams",
     "validation": "format_validation_error validate_options",

@@ -105,6 +105,32 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """A sequence that a beam search found."""
+
+    tokens: list[int]
+    """Those of the prompt, then the generated ones."""
+    logprobs: SampleLogprobs
+    """Per generated token the candidates among which it was chosen; the end of sequence has its entry, too."""
+    cum_logprob: float = 0.0
+    """Sum of the logprobs of the generated tokens, the end of sequence among them."""
+    text: str | None = None
+    """The text of ``tokens``; None without a tokenizer."""
+    finish_reason: FinishReason | None = None
+    """``stop`` at an end of sequence, ``length`` at the limit."""
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best sequences for one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+    error: str | None = None
+    """Why the search failed; there are no sequences then."""
+
+
+@dataclass(slots=True)
 class PoolingOutput:
     """The pooled hidden state of a request: an array or list of floats."""
 

@@ -150,9 +150,10 @@ class _Params(BaseModel):
             problems = format_validation_error(exc, "", type(self), noun="field")
             wrong = {error["loc"][0] for error in exc.errors()}
             rest = {name: value for name, value in values.items() if name not in wrong}
-            super().__init__(**rest)
-            # The fields at fault hold their defaults now: a rule that reads one would report what nobody wrote.
-            problems += [problem for names, problem in self._broken_rules() if not wrong & names]
+            if not any(field.is_required() and name in wrong for name, field in type(self).model_fields.items()):
+                super().__init__(**rest)
+                # The fields at fault hold their defaults now: a rule that reads one would report what nobody wrote.
+                problems += [problem for names, problem in self._broken_rules() if not wrong & names]
             raise ParameterError(problems) from None
         problems = [problem for _, problem in self._broken_rules()]
         if problems:
