@@ -1,4 +1,4 @@
-"""Offers the scheduler ``continuous``, its queue policy ``fcfs`` and its victim policy ``newest``."""
+"""Offers the scheduler ``continuous`` and the policies that it comes with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from collections.abc import Sequence
 from trivet.context import Context
 from trivet.hookspecs import hookimpl
 from trivet.provider import Component, Provider, Suitability
+
+_SCHEDULING = {
+    "fcfs": ("policies:Fcfs", "first come, first served"),
+    "priority": ("policies:Priority", "the least priority first, if wanted in place of running requests"),
+    "shortest_first": ("policies:ShortestFirst", "short requests first, with ageing"),
+    "fair_share": ("fair_share:FairShare", "the user who was served least (virtual token counters)"),
+    "deadline": ("policies:Deadline", "the earliest deadline first"),
+}
+_VICTIMS = {
+    "newest": ("victims:Newest", "the request admitted last"),
+    "least_priority": ("victims:LeastPriority", "the least urgent request"),
+    "least_computed": ("victims:LeastComputed", "the request that is cheapest to redo"),
+    "most_blocks": ("victims:MostBlocks", "the request with the most blocks"),
+}
 
 
 def _suits(_context: Context) -> Suitability:
@@ -32,6 +46,7 @@ def trivet_providers() -> Sequence[Provider]:
 def trivet_components() -> Sequence[Component]:
     """The policies' descriptors."""
     return [
-        Component("scheduling_policy", "fcfs", "trivet_continuous.policies:fcfs", summary="first come, first served"),
-        Component("victim_policy", "newest", "trivet_continuous.policies:newest", summary="the request admitted last"),
+        Component(kind, name, f"trivet_continuous.{path}", summary=summary)
+        for kind, parts in (("scheduling_policy", _SCHEDULING), ("victim_policy", _VICTIMS))
+        for name, (path, summary) in parts.items()
     ]

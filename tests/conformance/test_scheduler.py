@@ -1,4 +1,4 @@
-"""The bundled schedulers pass the suite of their role."""
+"""The bundled schedulers, with each of their policies, pass the suite of their role."""
 
 from __future__ import annotations
 
@@ -10,6 +10,42 @@ class TestContinuous(SchedulerSuite):
     arrival_order = True
     steady_decodes = True
     queue_bound = "max_num_queued_reqs"
+
+
+class TestPriority(TestContinuous):
+    """Requests of one priority, which come in the order of their arrival."""
+
+    options = {"policy": {"use": "priority", "preemption": True}, "victim": "least_priority"}
+
+
+class TestShortestFirst(SchedulerSuite):
+    use = "continuous"
+    options = {"policy": {"use": "shortest_first", "ageing": 1e6}, "victim": "least_computed"}
+    steady_decodes = True
+    queue_bound = "max_num_queued_reqs"
+
+
+class TestFairShare(TestContinuous):
+    """Requests of one user, which come in the order of their arrival."""
+
+    options = {"policy": {"use": "fair_share", "output_weight": 3}, "victim": "most_blocks"}
+
+
+class TestDeadline(TestContinuous):
+    """Requests that are due after the same time."""
+
+    options = {"policy": {"use": "deadline", "default": 5, "preemption": True}}
+
+
+class TestMixedSteps(TestContinuous):
+    """Prompts in chunks, with few tokens beside rows that decode."""
+
+    options = {
+        "long_prefill_token_threshold": 7,
+        "max_num_mixed_prefill_tokens": 4,
+        "target_inter_token_latency": 1e-6,
+        "min_num_mixed_prefill_tokens": 2,
+    }
 
 
 class TestStatic(SchedulerSuite):

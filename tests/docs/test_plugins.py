@@ -89,7 +89,13 @@ def test_the_victim_policy(modules: Any) -> None:
     requests = {str(n): ([n] * (n + 1), greedy(60)) for n in range(8)}
     done = run([modules("shortest")], roles, requests)
     registry = done.pop("registry")
-    assert registry.component_names("victim_policy") == ["least_computed", "newest"]
+    assert registry.component_names("victim_policy") == [
+        "least_computed",
+        "least_priority",
+        "most_blocks",
+        "newest",
+        "shortest_so_far",
+    ]
     assert sum(request.num_preemptions for request in done.values()) > 0
     assert all(done[i].output_ids == reference_tokens(prompt, 60) for i, (prompt, _) in requests.items())
 
