@@ -15,9 +15,9 @@ from kit import CONTEXT, settings
 from transformers import AutoModelForCausalLM
 
 from trivet import LLM, BeamSearchParams
-from trivet.testing import fakes
+from trivet.testing.fakes import FakeTokenizer
 
-PROMPTS = [[5, 6, 7, 8], [11] * 17, [3, 50, 41, 7, 22, 60, 13, 2, 33]]
+PROMPTS = [[5, 6, 7, 8], [11] * 17, [3, 90, 41, 7, 22, 60, 13, 2, 80]]
 NEW = 12
 
 
@@ -26,8 +26,8 @@ NEW = 12
 def test_beams_without_an_end_are_those_of_transformers(library: Any, family: str, width: int) -> None:
     path = library.path(family)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    given = settings(path, family, block_size=8, budget=32, small=False, tokenizer={"use": "fake"})
-    with LLM.from_config(given, [fakes]) as llm:
+    given = settings(path, family, block_size=8, budget=32, small=False)
+    with LLM.from_config(given, [FakeTokenizer()]) as llm:
         outputs = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=width, max_tokens=NEW))
     assert len(PROMPTS[1]) + NEW < CONTEXT
     for prompt, output in zip(PROMPTS, outputs, strict=True):
