@@ -33,7 +33,7 @@ _DTYPES = {
 }
 _KINDS = ("full", "sliding", "chunked")
 #: fields of AttentionExtras that it honours
-_EXTRAS = ("key_scale", "value_scale")
+_EXTRAS = ("alibi_slopes", "key_scale", "value_scale")
 
 #: a window, and whether it is the length of a chunk
 _Span = tuple[int | None, bool]
@@ -50,10 +50,10 @@ class _StepPlans:
 class PagedAttention(Attention):
     """Paged attention by PyTorch's own operations, the reference of every faster provider.
 
-    Works on any device, with any block size, and with windows that slide or are chunks, soft caps, sinks, trees of
-    drafts and value heads of another size than the key heads. The cache may be narrower than the model, down to 8-bit
-    floats: keys and values are rounded (and bounded by the type's largest number) when they are written, and every
-    query sees the rounded ones, those of its own step too, so that results do not depend on how a prompt is cut.
+    Works on any device, with any block size, and with windows that slide or are chunks, soft caps, sinks, ALiBi, trees
+    of drafts and value heads of another size than the key heads. The cache may be narrower than the model, down to
+    8-bit floats: keys and values are rounded (and bounded by the type's largest number) when they are written, and
+    every query sees the rounded ones, those of its own step too, so that results do not depend on how a prompt is cut.
     """
 
     def __init__(self, context: WorkerContext, options: None = None) -> None:
@@ -140,6 +140,7 @@ class PagedAttention(Attention):
             scale=scale,
             softcap=softcap,
             sinks=sinks,
+            alibi_slopes=None if extras is None else extras.alibi_slopes,
             key=key if exact else None,
             value=value if exact else None,
             key_scale=key_scale,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trivet.context import WorkerContext
-    from trivet.roles import AttentionExtras, AttentionMetadata, AttentionSupport, KVLayout, LayerKVSpec
-
-_DTYPES = ("float32", "bfloat16")
+    from trivet.roles import AttentionExtras, AttentionMetadata, KVLayout
 
 
 class _Prepared:
@@ -42,12 +39,6 @@ class CpuAttention(PagedAttention):
     def __init__(self, context: WorkerContext, options: None = None) -> None:
         super().__init__(context, options)
         self._kernels: dict[int, CachedAttention] = {}
-
-    def support(self, spec: LayerKVSpec) -> AttentionSupport:
-        others = tuple(name for name in spec.needs if name != "alibi_slopes")
-        if len(others) == len(spec.needs) or others or spec.dtype not in _DTYPES or not self._native:
-            return super().support(spec)
-        return super().support(replace(spec, needs=()))
 
     def allocate(self, layout: KVLayout) -> None:
         super().allocate(layout)
@@ -83,7 +74,6 @@ class CpuAttention(PagedAttention):
             self.prepare(meta)
             prepared = meta.prepared
         if type(prepared) is not _Prepared:
-            self._refuse_slopes(extras, "in a step with trees of drafts")
             return super().forward(
                 layer, query, key, value, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, extras=extras
             )
@@ -106,7 +96,6 @@ class CpuAttention(PagedAttention):
                 sinks=sinks,
                 alibi_slopes=slopes,
             )
-        self._refuse_slopes(extras, f"of {query.dtype} over a cache of {self._kv[layer][0].dtype}")
         if prepared.reference is None:
             super().prepare(meta)
             prepared.reference = meta.prepared
@@ -125,8 +114,3 @@ class CpuAttention(PagedAttention):
     @property
     def _native(self) -> bool:
         return torch.device(self._context.device).type == "cpu" and library() is not None
-
-    @staticmethod
-    def _refuse_slopes(extras: AttentionExtras | None, where: str) -> None:
-        if extras is not None and extras.alibi_slopes is not None:
-            raise NotImplementedError(f"ALiBi is not served {where}")

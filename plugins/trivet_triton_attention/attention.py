@@ -49,7 +49,7 @@ class TritonAttention(PagedAttention):
             self._measured = TileCache(torch.cuda.get_device_name(device))
 
     def support(self, spec: LayerKVSpec) -> AttentionSupport:
-        support = super().support(replace(spec, needs=tuple(name for name in spec.needs if name != "alibi_slopes")))
+        support = super().support(spec)
         size = max(spec.head_dim, spec.v_head_dim or 0)
         if support.problem is None and size > MAX_HEAD_DIM:
             problem = f"layer {spec.layer} has heads of {size} elements, and its kernels serve up to {MAX_HEAD_DIM}"

@@ -113,13 +113,24 @@ def make_case(
     return Case(query, *own, key_cache, value_cache, starts, seq_lens, table, window, chunked)
 
 
+SLOPES = torch.tensor([0.5, 0.25, 0.01, 1.0], dtype=torch.float64)
 MIXED = [(1, 1), (1, 13), (3, 3), (1, 40), (20, 20), (5, 9), (18, 33), (1, 90), (1, 57), (3, 30)]
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 5, 17, 1000])
-@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}], ids="".join)
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {},
+        {"softcap": 2.0},
+        {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+        {"alibi_slopes": SLOPES},
+        {"alibi_slopes": SLOPES, "softcap": 2.0},
+    ],
+    ids=" ".join,
+)
 def test_mixed_batch_equals_oracle(window: int | None, chunked: bool, extras: dict[str, object], fresh: bool) -> None:
     case = make_case(MIXED, window=window, chunked=chunked)
     torch.testing.assert_close(case.run(fresh=fresh, **extras), case.oracle(**extras), rtol=1e-10, atol=1e-12)
@@ -155,7 +166,7 @@ def test_lower_precisions(dtype: torch.dtype, tolerance: float, extras: dict[str
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 200])
-@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"alibi_slopes": SLOPES.float()}], ids="".join)
 def test_tiles_of_a_long_prefill_equal_the_whole(
     window: int | None, chunked: bool, extras: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +258,9 @@ TREES = [[-1, 0, 0, 1, -1, 4], [-1, -1, -1], [], [-1, 0, 1, 2, 3]]
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 11])
-@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"sinks": torch.ones(4)}], ids="".join)
+@pytest.mark.parametrize(
+    "extras", [{}, {"softcap": 2.0}, {"sinks": torch.ones(4)}, {"alibi_slopes": SLOPES}], ids="".join
+)
 def test_trees_equal_oracle(window: int | None, chunked: bool, extras: dict[str, object]) -> None:
     rows = [(1 + len(tree), 9 + 4 * len(tree)) for tree in TREES]
     case = make_case(rows, window=window, chunked=chunked)
@@ -300,6 +313,7 @@ def test_rows_without_queries_are_left_out() -> None:
     group=st.integers(1, 3),
     softcap=st.none() | st.just(1.5),
     sinks=st.booleans(),
+    slopes=st.booleans(),
     fresh=st.booleans(),
     seed=st.integers(0, 2**31),
 )
@@ -311,11 +325,17 @@ def test_any_batch_equals_oracle(
     group: int,
     softcap: float | None,
     sinks: bool,
+    slopes: bool,
     fresh: bool,
     seed: int,
 ) -> None:
     rows = [(count, count + before) for count, before in rows]
     shape = {"block_size": block_size, "heads": 2 * group, "head_dim": 4}
     case = make_case(rows, window=window, chunked=chunked, seed=seed, **shape)
-    extras = {"softcap": softcap, "sinks": torch.linspace(-1, 1, 2 * group, dtype=torch.float64) if sinks else None}
+    spread = torch.linspace(-1, 1, 2 * group, dtype=torch.float64)
+    extras = {
+        "softcap": softcap,
+        "sinks": spread if sinks else None,
+        "alibi_slopes": spread / 3 if slopes else None,
+    }
     torch.testing.assert_close(case.run(fresh=fresh, **extras), case.oracle(**extras), rtol=1e-9, atol=1e-11)

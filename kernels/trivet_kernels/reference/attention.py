@@ -76,8 +76,22 @@ class _Batch:
     tokens: Tensor  #: [n * q] int64: which of the step's tokens they are
     positions: Tensor  #: [n, s] int64: places of their keys in the context
     visible: Tensor | None  #: [n, q, s] bool; None: everything is
+    lengths: Tensor  #: [n, 1] int64: tokens of their contexts, trees included
+    tree: tuple[Tensor, Tensor] | None  #: ``trunk`` and ``mask`` as for :func:`_text_places`; None: no row has one
     _biases: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)
     _places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _distances: Tensor | None = None
+
+    def distances(self) -> Tensor:
+        """``[n, q, s]``: how many positions of the text a key is before a query that sees it; made once for all
+        layers."""
+        if self._distances is None:
+            own = self.lengths - self.num_queries + torch.arange(self.num_queries, device=self.lengths.device)
+            places = self.positions
+            if self.tree is not None:
+                own, places = _text_places(own, *self.tree), _text_places(places, *self.tree)
+            self._distances = own[:, :, None] - places[:, None, :]
+        return self._distances
 
     def places(self, block_size: int) -> tuple[Tensor, Tensor]:
         """``[n, s]`` each: which of a row's blocks its keys are in, and where in the block; made once for all
@@ -189,6 +203,7 @@ def paged_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     key: Tensor | None = None,
     value: Tensor | None = None,
     key_scale: Tensor | float | None = None,
@@ -206,6 +221,7 @@ def paged_attention(
         scale: Factor of the scores.
         softcap: ``c`` of ``c * tanh(score / c)``, applied before masks; None: none.
         sinks: ``[num_heads]`` logits that take part in the softmax's denominator only; None: none.
+        alibi_slopes: ``[num_heads]``: ``slope * d`` is taken off the score of a key ``d`` positions back; None: 0.
         key: The step's own keys ``[num_tokens, num_kv_heads, head_dim]`` in the query's dtype: rows without earlier
             context use them in place of reading the cache. They must equal what is read from there.
         value: The step's own values, given if ``key`` is.
@@ -216,7 +232,10 @@ def paged_attention(
         ``[num_tokens, num_heads, v_head_dim]`` in the query's dtype; zeros for tokens of no row.
     """
     out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[3])
-    extras = _Extras(scale, softcap, None if sinks is None else sinks.view(key_cache.shape[2], -1))
+    sinks, slopes = (
+        None if part is None else part.view(key_cache.shape[2], -1).to(query.device) for part in (sinks, alibi_slopes)
+    )
+    extras = _Extras(scale, softcap, sinks, slopes)
     stored = _Stored(key_cache, value_cache, query.dtype, key_scale, value_scale)
     for batch, where in zip(plan.rows.batches, plan.batch_keys, strict=True):
         out[batch.tokens] = _attend_batch(query[batch.tokens], stored, where, batch, extras)
@@ -253,11 +272,20 @@ class _Extras(NamedTuple):
     scale: float
     softcap: float | None
     sinks: Tensor | None  #: [num_kv_heads, group]
+    slopes: Tensor | None  #: [num_kv_heads, group]
 
     @property
     def fused(self) -> bool:
         """Whether PyTorch's fused attention can do it."""
-        return self.softcap is None and self.sinks is None
+        return self.softcap is None and self.sinks is None and self.slopes is None
+
+    def lowered(self, bias: Tensor | None, distances: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """What is added to scores ``[..., num_kv_heads, group * q, s]``: ``bias``, and what ALiBi takes off keys at
+        ``distances`` ``[..., q, s]``."""
+        if self.slopes is None:
+            return bias
+        lowered = (distances[..., None, None, :, :] * -self.slopes.to(dtype)[:, :, None, None]).flatten(-3, -2)
+        return lowered if bias is None else lowered + bias
 
 
 def _similar(rows: list[_Row]) -> list[list[_Row]]:
@@ -286,15 +314,15 @@ def _plan_batch(
     steps = torch.arange(count, device=device)
     tokens = first[:, None] + steps
     positions = low[:, None] + torch.arange(max(row.num_keys for row in rows), device=device)
+    trunk = None if tree_lens is None else (seq_len - tree_lens[index])[:, None]
+    tree = None if trunk is None or tree_mask is None else (trunk, tree_mask[index])
     visible = None
     if count > 1 or len({row.num_keys for row in rows}) > 1:
         own = (seq_len - count)[:, None] + steps
-        if tree_lens is not None and tree_mask is not None:
-            visible = _visible_in_tree(own, positions, (seq_len - tree_lens[index])[:, None], tree_mask[index], span)
-        else:
-            visible = _visible(own, positions, span)
+        visible = _visible(own, positions, span) if tree is None else _visible_in_tree(own, positions, *tree, span)
     # Padding repeats the row's last key, which some query of the row sees anyway.
-    return _Batch(count, index[:, None], tokens.flatten(), positions.minimum(seq_len[:, None] - 1), visible)
+    places = positions.minimum(seq_len[:, None] - 1)
+    return _Batch(count, index[:, None], tokens.flatten(), places, visible, seq_len[:, None], tree)
 
 
 def _visible(own: Tensor, positions: Tensor, span: _Span | None) -> Tensor:
@@ -315,17 +343,23 @@ def _visible_in_tree(own: Tensor, positions: Tensor, trunk: Tensor, mask: Tensor
     """
     size = mask.shape[1]
     row = torch.arange(len(mask), device=mask.device)[:, None]
-    depth = mask.sum(2)
     own_node, node = own - trunk, positions - trunk
     own_index, index = own_node.clamp(0, size - 1), node.clamp(0, size - 1)
-    own_place = torch.where(own_node < 0, own, trunk + depth[row, own_index] - 1)
-    place = torch.where(node < 0, positions, trunk + depth[row, index] - 1)
     seen = _visible(own, positions, None)
     both = (own_node[:, :, None] >= 0) & (node[:, None, :] >= 0)
     seen &= mask[row[:, :, None], own_index[:, :, None], index[:, None, :]] | ~both
     if span is not None:
+        own_place, place = _text_places(own, trunk, mask), _text_places(positions, trunk, mask)
         seen &= place[:, None, :] >= span.first_of(own_place)[:, :, None]
     return seen
+
+
+def _text_places(positions: Tensor, trunk: Tensor, mask: Tensor) -> Tensor:
+    """Which positions of the text those of contexts ``[n, ...]`` are; a node of a tree is as far on as it is deep.
+    Arguments as for :func:`_visible_in_tree`."""
+    node = positions - trunk
+    depth = mask.sum(2).gather(1, node.clamp(0, mask.shape[1] - 1))
+    return torch.where(node < 0, positions, trunk + depth - 1)
 
 
 def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -340,6 +374,8 @@ def _attend_batch(query: Tensor, stored: _Stored, where: Tensor, batch: _Batch, 
     # The heads of a group become queries of their shared key head, so keys are read once and never repeated.
     grouped = query.view(num_rows, batch.num_queries, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4)
     bias = batch.bias(query.dtype if extras.fused else _wide(query.dtype), group)
+    if extras.slopes is not None:
+        bias = extras.lowered(bias, batch.distances(), _wide(query.dtype))
     out = _attend(grouped.flatten(2, 3), keys, values, bias, extras)
     out = out.reshape(num_rows, num_kv_heads, group, batch.num_queries, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(len(batch.tokens), query.shape[1], -1)
@@ -363,14 +399,16 @@ def _attend_long_row(
         own = torch.arange(start, high, device=query.device)
         low = row.low if span is None else span.first(start)
         part = slice(low - row.low, high - row.low)
-        bias = _bias(_visible(own, torch.arange(low, high, device=query.device), span), dtype)
+        seen = torch.arange(low, high, device=query.device)
+        bias = _bias(_visible(own, seen, span), dtype)
         tile = query[begin:end].transpose(0, 1)
         key_heads, value_heads = keys[part].transpose(0, 1)[None], values[part].transpose(0, 1)[None]
         if extras.fused:
             attended = _fused(tile[None], key_heads, value_heads, bias, extras.scale)[0]
         else:
             grouped = tile.reshape(1, num_kv_heads, group * len(own), -1)
-            attended = _attend(grouped, key_heads, value_heads, bias.repeat(group, 1), extras)
+            lowered = extras.lowered(bias.repeat(group, 1), own[:, None] - seen, dtype)
+            attended = _attend(grouped, key_heads, value_heads, lowered, extras)
             attended = attended.reshape(num_heads, len(own), -1)
         out[begin:end] = attended.transpose(0, 1)
 

@@ -21,6 +21,7 @@ def paged_attention_oracle(
     chunked: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     tree_lens: Tensor | None = None,
     tree_mask: Tensor | None = None,
     key_scale: Tensor | float | None = None,
@@ -48,6 +49,7 @@ def paged_attention_oracle(
         chunked: Whether queries see what precedes them in their chunk, in place of a window that slides.
         softcap: ``c`` of ``c * tanh(score / c)``, applied before masks.
         sinks: ``[num_heads]`` logits that take part in the softmax's denominator only.
+        alibi_slopes: ``[num_heads]``: ``slope * d`` is taken off the score of a key ``d`` positions of the text back.
         tree_lens: ``[R]`` integers.
         tree_mask: ``[R, max_tree, max_tree]`` bool.
         key_scale: A number or ``[num_kv_heads]`` by which stored keys are multiplied; None: 1.
@@ -64,6 +66,7 @@ def paged_attention_oracle(
         torch.as_tensor(1.0 if scale is None else scale, dtype=dtype).expand(num_kv_heads)
         for scale in (key_scale, value_scale)
     )
+    slopes: list[float] = [0.0] * num_heads if alibi_slopes is None else alibi_slopes.tolist()
     for row in range(len(seq_lens)):
         first, last = int(query_start[row]), int(query_start[row + 1])
         seq_len = int(seq_lens[row])
@@ -96,10 +99,11 @@ def paged_attention_oracle(
             for head in range(num_heads):
                 kv_head = head // (num_heads // num_kv_heads)
                 scores = []
-                for block, offset in places:
+                for other, (block, offset) in zip(visible, places, strict=True):
                     key = key_cache[block, offset, kv_head].to(dtype) * key_scales[kv_head]
                     score = scale * float(query[token, head].to(dtype) @ key)
-                    scores.append(score if softcap is None else softcap * math.tanh(score / softcap))
+                    score = score if softcap is None else softcap * math.tanh(score / softcap)
+                    scores.append(score - slopes[head] * (position(index) - position(other)))
                 if sinks is not None:
                     scores.append(float(sinks[head]))
                 weights = torch.softmax(torch.tensor(scores, dtype=dtype), dim=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,28 +166,38 @@ def test_without_a_compiler_the_reference_serves_all(
         compare(torch.bfloat16, "bfloat16", window=3)
     assert not calls
     assert len(caplog.records) == 1
-    spec = LayerKVSpec(0, "full", 2, 8, "float32", needs=("alibi_slopes",))
-    assert "alibi_slopes" in (CpuAttention(SimpleNamespace(device="cpu")).support(spec).problem or "")
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 2.0])
 
 
 @needs_compiler
-def test_slopes_are_served_where_the_kernel_is(calls: list[object]) -> None:
-    provider = build_provider(CpuAttention, needs=("alibi_slopes",))
-    extras = AttentionExtras(alibi_slopes=torch.tensor([0.5, 0.25, 0.125, 2.0]))
-    meta = metadata()
-    out = run(provider, meta, extras=extras)
-    assert len(calls) == 2
-    assert not torch.allclose(out, run(provider, meta))
-    meta = replace(metadata(), tree_lens=torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(NotImplementedError, match="trees of drafts"):
-        run(provider, meta, extras=extras)
+@pytest.mark.parametrize(
+    ("dtype", "cache", "given", "native"),
+    [
+        ("float32", "float32", {}, True),
+        ("float32", "float32", {"softcap": 2.0, "window": 3}, True),
+        ("float32", "float32", {"tree": True}, False),
+        ("float32", "float32", {"tree": True, "window": 2}, False),
+        ("bfloat16", "bfloat16", {"tree": True}, False),
+        ("float16", "float16", {}, False),
+        ("float32", "bfloat16", {}, False),
+        ("bfloat16", "fp8_e4m3", {}, False),
+    ],
+)
+def test_slopes_are_served_by_the_kernel_or_the_reference(
+    dtype: str, cache: str, given: dict[str, Any], native: bool, calls: list[object]
+) -> None:
+    compare(getattr(torch, dtype), cache, extras=AttentionExtras(alibi_slopes=SLOPES), **given)
+    assert bool(calls) is native
+    meta, case = metadata(), build_provider(CpuAttention, cache, needs=("alibi_slopes",))
+    sloped = run(case, meta, getattr(torch, dtype), extras=AttentionExtras(alibi_slopes=SLOPES))
+    assert not torch.allclose(sloped, run(case, meta, getattr(torch, dtype)), atol=0.1)
 
 
 @pytest.mark.parametrize(
     ("changes", "lacking"),
     [
-        ({"needs": ("alibi_slopes",), "dtype": "float16"}, "alibi_slopes"),
-        ({"needs": ("alibi_slopes", "key_scale")}, "alibi_slopes"),
         ({"needs": ("rotations",)}, "rotations"),
         ({"kind": "recurrent"}, "recurrent"),
     ],

@@ -182,10 +182,10 @@ def test_what_it_cannot_serve_is_said() -> None:
             support = attention.support(spec(0, dtype=dtype, kind=kind, window=None if kind == "full" else 4))
             assert (support.problem, support.block_size_multiple, support.block_size_max) == (None, 1, None)
             assert dtype in support.dtypes
-    assert attention.support(spec(0, needs=("key_scale", "value_scale"))).problem is None
+    assert attention.support(spec(0, needs=("alibi_slopes", "key_scale", "value_scale"))).problem is None
     assert "int8" in (attention.support(spec(0, dtype="int8")).problem or "")
     assert "recurrent" in (attention.support(spec(3, kind="recurrent")).problem or "")
-    assert "alibi_slopes" in (attention.support(spec(0, needs=("alibi_slopes",))).problem or "")
+    assert "rotations" in (attention.support(spec(0, needs=("rotations",))).problem or "")
 
 
 def test_another_layout_replaces_the_first() -> None:
