@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from trivet import LLM, BeamSearchParams
 from trivet.testing.fakes import FakeTokenizer
 
-PROMPTS = [[5, 6, 7, 8], [11] * 17, [3, 90, 41, 7, 22, 60, 13, 2, 80]]
+PROMPTS = [[5, 6, 7, 8], [11] * 17, [3, 70, 41, 7, 22, 60, 13, 2, 33]]
 NEW = 12
 
 
