@@ -1,20 +1,39 @@
-"""The steps of sampling that have an implementation of their own on some devices."""
+"""The steps of sampling, each in the best version that there is for where the logits are."""
 
 from __future__ import annotations
 
 import functools
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from trivet_kernels.reference import logits as reference_logits
 from trivet_kernels.reference import sampling as reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from numpy.typing import NDArray
 
     from trivet_kernels.cpu.sampling import NativeSampling
+    from trivet_kernels.reference.logits import SparseTokens
 
 #: largest vocabulary that the fused kernels take
 _MAX_FUSED = 1 << 19
+#: rows that torch's operations draw from at once; float32 copies of their logits are held meanwhile
+_BLOCK = 64
+
+
+class DrawParams(NamedTuple):
+    """How rows are sampled, in columns ``[n]``."""
+
+    temperature: NDArray[np.float32]  #: 0 takes the likeliest token, whatever the other columns say
+    top_k: NDArray[np.int64]  #: 0 keeps all
+    top_p: NDArray[np.float64]  #: above 0; 1 keeps all
+    min_p: NDArray[np.float64]  #: below 1; 0 keeps all
+    seeds: NDArray[np.int64]  #: all 64 bits count
+    positions: NDArray[np.int64]  #: position of the token in the output
 
 
 def argmax(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -36,6 +55,68 @@ def fused(logits: Tensor) -> bool:
     return logits.is_cuda and logits.shape[1] <= _MAX_FUSED and _has_triton()
 
 
+def draw(
+    logits: Tensor, changed: Tensor | None, source: NDArray[np.int64], size: int, params: DrawParams
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Draw a token for each row: divide by the temperature, cut by min-p, top-k and top-p, draw by Gumbel-max.
+
+    Args:
+        logits: ``[l, vocab_size]``, not changed.
+        changed: ``[m, vocab_size]`` rows that some are drawn from instead.
+        source: ``[n]`` row of ``logits`` that each is drawn from, or where that is negative, ``~row`` of ``changed``.
+        size: Ids that may be drawn.
+        params: Of the ``n`` rows.
+
+    Returns:
+        ``[n]`` ids, and ``[n]`` the largest of each row's logits, divided by the temperature; NaN if the row has one.
+        The id means nothing where that is not finite.
+    """
+    native = _native() if logits.is_cpu else None
+    if native is not None and native.serves(logits) and (changed is None or native.serves(changed)):
+        return native.draw(logits, changed, source, size, params)
+    ids, highest = np.zeros(len(source), np.int32), np.zeros(len(source), np.float32)
+    function = _draw_fused if fused(logits) else _draw_plain
+    found = []
+    for part, rows, at in ((logits, source, source >= 0), (changed, ~source, source < 0)):
+        places = np.flatnonzero(at)
+        if len(places):
+            assert part is not None
+            own = DrawParams(*(column[places] for column in params))
+            found.append((places, function(part, rows[places], size, own)))
+    for places, drawn in found:
+        host = drawn.cpu().numpy()
+        ids[places], highest[places] = host[0], host[1].view(np.float32)
+    return ids, highest
+
+
+def float_rows(logits: Tensor, rows: NDArray[np.int64], bitmask: Tensor | None, memory: Tensor | None) -> Tensor:
+    """Float32 copies of some rows, with masked tokens at -inf.
+
+    Args:
+        logits: ``[l, vocab_size]``.
+        rows: ``[m]`` of them.
+        bitmask: ``[m, ceil(vocab_size / 32)]`` int32, bit ``t % 32`` of word ``t // 32`` set for tokens that are kept.
+        memory: What an earlier call returned, to be written over.
+
+    Returns:
+        ``[k, vocab_size]`` with ``k`` at least ``m``; the first ``m`` rows are the copies.
+    """
+    fits = memory is not None and memory.shape[1] == logits.shape[1] and memory.device == logits.device
+    if memory is None or not fits or len(memory) < len(rows):
+        # Fresh memory costs more than the copying, so the next larger batch finds room.
+        count = 1 << (len(rows) - 1).bit_length() if logits.is_cpu else len(rows)
+        memory = torch.empty(count, logits.shape[1], dtype=torch.float32, device=logits.device)
+    native = _native() if logits.is_cpu else None
+    if native is not None and native.serves(logits):
+        native.float_rows(logits, rows, bitmask, memory)
+        return memory
+    work = memory[: len(rows)]
+    work.copy_(logits[torch.from_numpy(rows).to(logits.device)])
+    if bitmask is not None:
+        apply_bitmask(work, bitmask)
+    return memory
+
+
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> None:
     """Set the logits of tokens whose bit is not set to -inf, in place.
 
@@ -49,6 +130,54 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor) -> None:
         triton_logits.apply_bitmask(logits, bitmask)
     else:
         reference.apply_bitmask(logits, bitmask)
+
+
+def add_bias(logits: Tensor, tokens: SparseTokens, bias: Tensor) -> None:
+    """:func:`trivet_kernels.reference.logits.add_bias`."""
+    _logits_module(logits).add_bias(logits, tokens, bias)
+
+
+def apply_penalties(
+    logits: Tensor, tokens: SparseTokens, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> None:
+    """:func:`trivet_kernels.reference.logits.apply_penalties`."""
+    _logits_module(logits).apply_penalties(logits, tokens, counts, repetition, frequency, presence)
+
+
+def _logits_module(logits: Tensor) -> Any:
+    if not fused(logits):
+        return reference_logits
+    from trivet_kernels.triton import logits as triton_logits
+
+    return triton_logits
+
+
+def _draw_fused(logits: Tensor, rows: NDArray[np.int64], size: int, params: DrawParams) -> Tensor:
+    """All rows at once, whose parameters go to the device in one copy."""
+    from trivet_kernels.triton.sampling import draw as fused_draw
+    from trivet_kernels.triton.sampling import parameters
+
+    packed = parameters(*params, pin=logits.is_cuda)
+    if len(rows) != len(logits) or (np.diff(rows) != 1).any():
+        logits = logits[torch.from_numpy(rows).to(logits.device)]
+    return fused_draw(logits, size, packed.to(logits.device))
+
+
+def _draw_plain(logits: Tensor, rows: NDArray[np.int64], size: int, params: DrawParams) -> Tensor:
+    out = torch.zeros(2, len(rows), dtype=torch.int32, device=logits.device)
+    for greedy in (True, False):
+        chosen = np.flatnonzero((params.temperature == 0) == greedy)
+        for at in range(0, len(chosen), _BLOCK):
+            block = chosen[at : at + _BLOCK]
+            part = logits[torch.from_numpy(rows[block]).to(logits.device)]
+            if greedy:
+                ids, highest = argmax(part, size)
+            else:
+                columns = (torch.from_numpy(column[block]).to(logits.device) for column in params)
+                ids, highest = reference.sample(part, size, *columns)
+            places = torch.from_numpy(block).to(logits.device)
+            out[0, places], out[1, places] = ids.int(), highest.float().view(torch.int32)
+    return out
 
 
 @functools.cache

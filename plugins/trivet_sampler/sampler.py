@@ -6,42 +6,58 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from trivet.plan import Bool, Float32, Int32, Int64, NewRequest, Ragged, Task
+from trivet.plan import Bool, Float32, Int32, NewRequest, Ragged, Task
 from trivet.result import PromptLogprobs, RequestFailure, RowLogprobs
 from trivet.roles import Sampled, Sampler
-from trivet_kernels.reference import sampling as kernels
-from trivet_kernels.sampling import apply_bitmask, argmax, fused
+from trivet_kernels.sampling import DrawParams, draw
+from trivet_sampler._changes import Changed, Changer, constrained_rows
 from trivet_sampler._logprobs import Wanted, logprobs
 from trivet_sampler._state import NO_LOGPROBS, SlotState
 from trivet_sampler._verify import follow
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from torch import Tensor
 
     from trivet.context import WorkerContext
     from trivet.roles import LogitsProcessor, SampleRows
 
-#: rows that are drawn from at once; float32 copies of their logits are held meanwhile
-_BLOCK = 64
+#: parameters that forbid tokens and change no numbers
+_MASKS = frozenset({"structured_outputs", "allowed_token_ids", "bad_words", "min_tokens"})
 
 
 class TorchSampler(Sampler):
-    """Draws with PyTorch operations, by Gumbel-max with noise that is a function of seed, output position and token id.
+    """Draws by Gumbel-max with noise that is a function of seed, output position and token id.
 
-    The order on each row: raw logprobs, float32, grammar, min_tokens, processors that change the argmax, temperature,
-    processors that keep it, min_p, top_k, top_p, draw. Greedy rows take the likeliest token, the lowest id of equals.
+    The order on each row: raw logprobs, float32, grammar, allowed ids, bad words, min_tokens, logit_bias, repetition,
+    frequency and presence penalty, processors that change the argmax, temperature, processors that keep it, min_p,
+    top_k, top_p, draw. Greedy rows take the likeliest token, the lowest id of equals.
     """
 
     fields: ClassVar[frozenset[str]] = frozenset(
-        {"temperature", "top_k", "top_p", "min_p", "seed", "min_tokens", "logprobs", "prompt_logprobs"}
+        {
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "seed",
+            "min_tokens",
+            "logprobs",
+            "prompt_logprobs",
+            "logprob_token_ids",
+            "logit_bias",
+            "allowed_token_ids",
+            "bad_words",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        }
     )
 
     def __init__(self, context: WorkerContext | None = None, options: None = None) -> None:
         self._processors: list[LogitsProcessor] = []
-        self._state = SlotState(0, 0)
+        self._state = SlotState(0, 0, 0)
+        self._changer = Changer(self._state, self._processors)
         self._size = 0
 
     def bind(
@@ -49,7 +65,8 @@ class TorchSampler(Sampler):
     ) -> None:
         self._size = min(vocab_size, tokenizer_size)
         self._processors = list(processors)
-        self._state = SlotState(max_num_seqs, len(self._processors))
+        self._state = SlotState(max_num_seqs, vocab_size, len(self._processors))
+        self._changer = Changer(self._state, self._processors)
 
     def add(self, request: NewRequest) -> None:
         if self._state.epoch[request.slot] >= 0:
@@ -71,7 +88,7 @@ class TorchSampler(Sampler):
         if not len(rows.slots):
             return Sampled(Ragged.empty(), [], prompt_logprobs, list(errors.values()))
         starts, first = rows.starts - rows.starts[0], int(rows.starts[0])
-        drawn, highest = self._draw(*self._change(logits, rows), rows)
+        drawn, highest = self._draw(logits, self._changer.change(logits, rows), rows)
         taken, paths = _verify(drawn, starts, rows)
         lost = np.logical_or.reduceat(taken & ~np.isfinite(highest), starts[:-1])
         for row in np.flatnonzero(lost).tolist():
@@ -89,107 +106,32 @@ class TorchSampler(Sampler):
         wanted = []
         for row in asking.tolist():
             index = np.flatnonzero(taken[starts[row] : starts[row + 1]]) + starts[row]
-            wanted.append(
-                Wanted(int(self._state.logprobs[rows.slots[row]]), index + first, drawn[index].astype(np.int64))
-            )
+            slot = int(rows.slots[row])
+            k, asked = int(self._state.logprobs[slot]), self._state.logprob_ids.get(slot)
+            wanted.append(Wanted(k, index + first, drawn[index].astype(np.int64), asked))
         values = logprobs(logits, wanted, self._size)
         result.logprobs = [RowLogprobs(row, value) for row, value in zip(asking.tolist(), values, strict=True)]
         return result
 
-    def _change(self, logits: Tensor, rows: SampleRows) -> tuple[Tensor, bool]:
-        """The logits after masks and processors, and whether sampled rows have been divided by their temperatures."""
-        state = self._state
-        span = slice(int(rows.starts[0]), int(rows.starts[-1]))
-        slots = rows.row_slots[span]
-        early = np.flatnonzero(rows.positions[span] < state.min_tokens[slots]) + span.start
-        selected = [np.flatnonzero(wants[slots]) + span.start for wants in state.wants]
-        for number, processor in enumerate(self._processors):
-            if processor.keeps_argmax:
-                selected[number] = selected[number][~state.greedy[rows.row_slots[selected[number]]]]
-        if rows.bitmask is None and not len(early) and not any(map(len, selected)):
-            return logits, False
-        # Logprobs are of the raw logits, and are taken last, when it is known which rows count.
-        keep = logits.dtype != torch.float32 or bool((state.logprobs[rows.slots] != NO_LOGPROBS).any())
-        work = logits.to(torch.float32, copy=True) if keep else logits
-        if rows.bitmask is not None:
-            apply_bitmask(work[span], rows.bitmask[span])
-        for row in early.tolist():
-            ids = state.stop_ids[int(rows.row_slots[row])]
-            work[row, torch.from_numpy(ids.astype(np.int64)).to(work.device)] = -torch.inf
-        for processor, chosen in zip(self._processors, selected, strict=True):
-            if len(chosen) and not processor.keeps_argmax:
-                work = _apply(processor, work, rows, chosen)
-        scaled = False
-        for processor, chosen in zip(self._processors, selected, strict=True):
-            if len(chosen) and processor.keeps_argmax:
-                if not scaled:
-                    sampled = span.start + np.flatnonzero(~state.greedy[slots])
-                    temperature = torch.from_numpy(state.temperature[rows.row_slots[sampled]]).to(work.device)
-                    work[torch.from_numpy(sampled).to(work.device)] /= temperature[:, None]
-                    scaled = True
-                work = _apply(processor, work, rows, chosen)
-        return work, scaled
-
-    def _draw(self, logits: Tensor, scaled: bool, rows: SampleRows) -> tuple[Int32, Float32]:
+    def _draw(self, logits: Tensor, changed: Changed | None, rows: SampleRows) -> tuple[Int32, Float32]:
         """A token for each row that belongs to a sampling row, drafts included, and the largest of its logits."""
-        span = slice(int(rows.starts[0]), int(rows.starts[-1]))
-        logits, slots, positions = logits[span], rows.row_slots[span], rows.positions[span]
-        if fused(logits):
-            return self._draw_fused(logits, scaled, slots, positions)
-        greedy = self._state.greedy[slots]
-        drawn, highest = np.zeros(len(slots), np.int32), np.zeros(len(slots), np.float32)
-        if greedy.any():
-            ids, values = argmax(logits, self._size)
-            drawn[:], highest[:] = ids.cpu().numpy(), values.float().cpu().numpy()
-        sampled = np.flatnonzero(~greedy)
-        for at in range(0, len(sampled), _BLOCK):
-            block = sampled[at : at + _BLOCK]
-            part = logits if len(block) == len(logits) else logits[torch.from_numpy(block).to(logits.device)]
-            ids, values = self._draw_block(part, scaled, slots[block], positions[block])
-            drawn[block], highest[block] = ids.cpu().numpy(), values.cpu().numpy()
-        return drawn, highest
-
-    def _draw_fused(self, logits: Tensor, scaled: bool, slots: Int32, positions: Int32) -> tuple[Int32, Float32]:
-        """All rows at once, whose parameters go to the device, and whose tokens come back, in one copy each."""
-        from trivet_kernels.triton.sampling import draw, parameters
-
-        state = self._state
-        temperature = np.ones(len(slots), np.float32) if scaled else state.temperature[slots]
-        params = parameters(
-            np.where(state.greedy[slots], np.float32(0), temperature),
+        state, first, last = self._state, int(rows.starts[0]), int(rows.starts[-1])
+        slots = rows.row_slots[first:last]
+        source = np.arange(first, last)
+        temperature = np.where(state.greedy[slots], np.float32(0), state.temperature[slots])
+        if changed is not None:
+            at = changed.rows - first
+            source[at] = ~np.arange(len(at))
+            temperature[at[changed.scaled]] = 1
+        params = DrawParams(
+            temperature,
             state.top_k[slots],
             state.top_p[slots],
             state.min_p[slots],
             state.seed[slots],
-            positions.astype(np.int64),
-            pin=logits.is_cuda,
+            rows.positions[first:last].astype(np.int64),
         )
-        drawn = draw(logits, self._size, params.to(logits.device)).cpu().numpy()
-        return drawn[0], drawn[1].view(np.float32)
-
-    def _draw_block(self, logits: Tensor, scaled: bool, slots: Int32, positions: Int32) -> tuple[Tensor, Tensor]:
-        def column(values: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(values).to(logits.device)
-
-        state, block = self._state, kernels.grouped(logits, self._size)
-        if not scaled:
-            temperature = column(state.temperature[slots])[:, None]
-            # Division keeps the order, so the largest stay the largest.
-            block.values.div_(temperature)
-            block.maxima.div_(temperature)
-        highest = block.highest
-        ids = torch.zeros(len(slots), dtype=torch.int64, device=logits.device)
-        sound = highest.isfinite().nonzero()[:, 0]
-        if len(sound) < len(slots):
-            block = kernels.GroupedLogits(block.values[sound], block.maxima[sound])
-            kept = sound.cpu().numpy()
-            slots, positions = slots[kept], positions[kept]
-        if len(sound):
-            cut = kernels.survivors(
-                block, column(state.top_k[slots]), column(state.top_p[slots]), column(state.min_p[slots])
-            )
-            ids[sound] = kernels.draw(block, *cut, column(state.seed[slots]), column(positions.astype(np.int64)))
-        return ids, highest
+        return draw(logits, None if changed is None else changed.logits, source, self._size, params)
 
     def _prompt_logprobs(
         self, logits: Tensor, rows: SampleRows, errors: dict[int, RequestFailure]
@@ -218,33 +160,21 @@ class TorchSampler(Sampler):
     def _complaint(self, highest: float, row: int, rows: SampleRows) -> str:
         """Why no token can be drawn from a logits row, whose largest value is not finite."""
         slot = int(rows.row_slots[row])
-        processors = [
+        names = ["structured_outputs"] if constrained_rows(rows)[row] else []
+        names += self._state.changing(slot, int(rows.positions[row]))
+        names += [
             f"logits processor {type(processor).__name__}"
             for processor, wants in zip(self._processors, self._state.wants, strict=True)
             if wants[slot]
         ]
         if highest != -np.inf:
             what = "NaN" if np.isnan(highest) else "infinite"
-            return f"the logits are {what}" + (f" (after {', '.join(processors)})" if processors else "")
-        masks = []
-        if rows.bitmask is not None and bool((rows.bitmask[row] != -1).any()):
-            masks.append("structured_outputs")
-        if rows.positions[row] < self._state.min_tokens[slot]:
-            masks.append("min_tokens")
-        masks += processors
-        if masks:
-            return f"no token is left to draw: everything is masked by {' and '.join(masks)}"
+            # Masks make no numbers.
+            names = [name for name in names if name not in _MASKS]
+            return f"the logits are {what}" + (f" (after {', '.join(names)})" if names else "")
+        if names:
+            return f"no token is left to draw: everything is masked by {' and '.join(names)}"
         return "the model gives no token a probability: all logits are -inf"
-
-
-def _apply(processor: LogitsProcessor, logits: Tensor, rows: SampleRows, chosen: Int64) -> Tensor:
-    changed = processor.apply(logits, rows, torch.from_numpy(chosen).to(logits.device))
-    if not isinstance(changed, Tensor) or changed.shape != logits.shape:
-        got = f"a tensor {list(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
-        raise TypeError(
-            f"logits processor {type(processor).__name__}: apply must return the logits {list(logits.shape)}, got {got}"
-        )
-    return changed
 
 
 def _verify(drawn: Int32, starts: Int32, rows: SampleRows) -> tuple[Bool, list[list[int]] | None]:

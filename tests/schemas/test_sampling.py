@@ -42,6 +42,7 @@ def test_defaults_are_those_of_vllm() -> None:
         "min_tokens": 0,
         "logprobs": None,
         "prompt_logprobs": None,
+        "logprob_token_ids": None,
         "detokenize": True,
         "skip_special_tokens": True,
         "spaces_between_special_tokens": True,

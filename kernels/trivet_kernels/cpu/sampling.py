@@ -40,3 +40,6 @@ class NativeSampling:
         threads = 1 if rows == 1 else torch.get_num_threads()
         self._argmax(logits.data_ptr(), ids.data_ptr(), values.data_ptr(), rows, size, logits.stride(0), code, threads)
         return ids, values
+
+    def serves(self, logits: Tensor) -> bool:
+        return False

@@ -124,6 +124,45 @@ def top(logits: GroupedLogits, count: int, rows: Tensor | None = None) -> tuple[
     return near.gather(1, order), ids.gather(1, order)
 
 
+def sample(
+    logits: Tensor,
+    size: int,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Divide rows by their temperatures, cut them and draw a token from each.
+
+    Args:
+        logits: ``[n, vocab_size]``, any dtype, not changed.
+        size: Ids that may be drawn.
+        temperature: ``[n]`` float32, above 0.
+        top_k: As :func:`survivors` takes it; and so ``top_p`` and ``min_p``.
+        top_p: ``[n]`` float64.
+        min_p: ``[n]`` float64.
+        seeds: ``[n]`` int64.
+        positions: ``[n]`` int64.
+
+    Returns:
+        ``[n]`` int64 ids, 0 where the largest logit is not finite, and ``[n]`` float32 the largest logits, divided.
+    """
+    block = grouped(logits, size)
+    # Division keeps the order, so the largest stay the largest.
+    block.values.div_(temperature[:, None])
+    block.maxima.div_(temperature[:, None])
+    highest = block.highest
+    ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    sound = highest.isfinite().nonzero()[:, 0]
+    if len(sound):
+        block = GroupedLogits(block.values[sound], block.maxima[sound])
+        cut = survivors(block, top_k[sound], top_p[sound], min_p[sound])
+        ids[sound] = draw(block, *cut, seeds[sound], positions[sound])
+    return ids, highest
+
+
 def survivors(logits: GroupedLogits, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
     """Where min-p, then top-k, then top-p cut the ranking of each row off.
 

@@ -37,16 +37,37 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.sampler.bind(VOCAB, KNOWN, 16, self.processors)
+        self.tokens, self.lengths = np.zeros((16, 256), np.int32), np.zeros(16, np.int32)
 
-    def add(self, slot: int, *, seed: int = 0, epoch: int = 1, stop_ids: Sequence[int] = (), **params: Any) -> Rig:
+    def append(self, slot: int, *tokens: int) -> None:
+        """Tokens that a slot's request has generated since."""
+        self.tokens[slot, self.lengths[slot] : self.lengths[slot] + len(tokens)] = tokens
+        self.lengths[slot] += len(tokens)
+
+    def add(
+        self,
+        slot: int,
+        *,
+        seed: int = 0,
+        epoch: int = 1,
+        stop_ids: Sequence[int] = (),
+        prompt: Sequence[int] = (1,),
+        output: Sequence[int] = (),
+        words: Sequence[Sequence[int]] = (),
+        **params: Any,
+    ) -> Rig:
+        """A request enters; ``words`` are the token sequences of its bad words, ``output`` what it has generated."""
+        known = [*prompt, *output]
+        self.tokens[slot, : len(known)], self.lengths[slot] = known, len(known)
         self.sampler.add(
             NewRequest(
                 request_id=f"r{slot}",
                 slot=slot,
                 epoch=epoch,
-                token_ids=np.array([1], np.int32),
-                num_prompt=1,
+                token_ids=np.array(known, np.int32),
+                num_prompt=len(prompt),
                 num_computed=0,
+                bad_words=Ragged.from_rows(list(words)) if words else None,
                 blocks=[],
                 params=SamplingParams(**params),
                 seed=seed,
@@ -64,7 +85,8 @@ class Rig:
         tokens: Any = None,
         bitmask: Tensor | None = None,
     ) -> Sampled:
-        return self.sampler.sample(logits, sample_rows(rows, len(logits), prompt_rows, tokens, bitmask))
+        known = self.tokens if tokens is None else tokens
+        return self.sampler.sample(logits, sample_rows(rows, len(logits), prompt_rows, known, bitmask, self.lengths))
 
     def draw(self, logits: Tensor, rows: Sequence[Row], **given: Any) -> list[list[int]]:
         sampled = self.sample(logits, rows, **given)
@@ -78,6 +100,7 @@ def sample_rows(
     prompt_rows: Sequence[tuple[int, int, int, int, int]] = (),
     tokens: Any = None,
     bitmask: Tensor | None = None,
+    lengths: Any = None,
 ) -> SampleRows:
     positions, slots, parents, trees = [], [], [], False
     for row in rows:
@@ -104,6 +127,7 @@ def sample_rows(
         prompt_rows=list(prompt_rows),
         bitmask=bitmask,
         tokens=tokens,
+        lengths=lengths,
     )
 
 
@@ -128,7 +152,7 @@ class Add(LogitsProcessor):
         self.slots.remove(slot)
 
     def apply(self, logits: Tensor, rows: SampleRows, selected: Tensor) -> Tensor:
-        self.seen.append(selected.tolist())
+        self.seen.append(rows.row_slots[selected.numpy()].tolist())
         assert logits.dtype == torch.float32
         logits[selected] += self.delta
         return logits
