@@ -52,8 +52,16 @@ typedef struct {
 /* Round row `r` of activations, whose values are at `x`, into `to`. */
 void quantize_row(const QuantLinear *layer, const void *x, int dtype, const Activations *to, int64_t r);
 
+/* Memory to bring into the second-level cache while a tile is computed: what is read next. It is a hint, which only
+ * the tiles of AVX-512 VNNI follow; the others are not that fast. */
+typedef struct {
+    const char *from;
+    int64_t lines; /* of 64 bytes, in each segment */
+} Ahead;
+
 /* The products of rows [first, first + rows) of `a`, rows <= TILE, with panel `panel`, as [rows][PANEL] float32. */
-void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first, int rows, int64_t panel, float *out);
+void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first, int rows, int64_t panel, Ahead ahead,
+                   float *out);
 
 static inline float half_to_float(uint16_t x) {
     uint32_t sign = (uint32_t)(x & 0x8000u) << 16, exponent = (x >> 10) & 31u, fraction = x & 0x3ffu, bits;

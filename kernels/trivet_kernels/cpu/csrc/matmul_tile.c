@@ -4,8 +4,9 @@
 #if defined(__AVX512VNNI__)
 #include "matmul_vnni.h"
 
-void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first, int rows, int64_t panel, float *out) {
-    tiles_vnni[rows - 1](layer, a, first, panel, out);
+void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first, int rows, int64_t panel, Ahead ahead,
+                   float *out) {
+    tiles_vnni[rows - 1](layer, a, first, panel, ahead, out);
 }
 
 #elif defined(__AVX2__)
@@ -78,14 +79,16 @@ __attribute__((always_inline)) static inline void strip(const int rows, const in
             strip(rows, 8, layer, a, first, panel, part, out);                                                         \
     }
 
-void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first, int rows, int64_t panel, float *out) {
+void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first, int rows, int64_t panel, Ahead ahead,
+                   float *out) {
     for (; rows >= 4; rows -= 4, first += 4, out += 4 * PANEL) STRIPS(4)
     for (; rows >= 1; rows -= 1, first += 1, out += PANEL) STRIPS(1)
 }
 
 #else
 
-void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first, int rows, int64_t panel, float *out) {
+void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first, int rows, int64_t panel, Ahead ahead,
+                   float *out) {
     const int64_t segment = layer->segment, segments = layer->num_segments;
     const int64_t step = 32 / layer->bits; /* values of k in 4 * PANEL bytes */
     for (int r = 0; r < rows; r++) {
