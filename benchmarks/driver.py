@@ -1,4 +1,6 @@
-"""An engine in a process of its own that runs what another process tells it.
+"""An engine in a process of its own that runs what another process tells it; prefix.py and sessions.py start it.
+
+    python benchmarks/driver.py CONFIG < WORK
 
 Benchmarks that compare configurations let several of them take turns, the others idle, because only ratios taken in one
 go count on a machine that drifts.
@@ -6,6 +8,7 @@ go count on a machine that drifts.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -105,5 +108,26 @@ def serve(config: Mapping[str, Any]) -> None:
             print(json.dumps(figures), flush=True)
 
 
+def main() -> None:
+    """Serve what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=_mapping, help="a configuration like the YAML file's, in JSON")
+    parser.epilog = (
+        "Work is read from stdin, a line of JSON each: [[PROMPT_TOKEN_IDS, OUTPUT_TOKENS], ...]. A line of JSON with "
+        "what came of it is printed for each."
+    )
+    serve(parser.parse_args().config)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return value
+
+
 if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))
+    main()

@@ -140,28 +140,44 @@ def _names(known: dict[str, Any]) -> Callable[[str], str]:
     return check
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return int(text)
+
+
 def parse() -> argparse.Namespace:
     """The command line of either form."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--threads", type=int, help="of PyTorch and the native kernels; default: PyTorch's")
+    common.add_argument("--threads", type=_positive, help="of PyTorch and the native kernels; default: PyTorch's")
     common.add_argument("--quick", action="store_true", help="few shapes and short runs: whether it works at all")
     common.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     if sys.argv[1:2] == ["bound"]:
         parser = argparse.ArgumentParser(prog="kernels.py bound", description=__doc__, parents=[common])
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        parser.add_argument("form", choices=["bound"])
-        parser.add_argument("model", type=Path)
-        parser.add_argument("--workload", type=_names(dict(WORKLOADS)), default="mixed,single,decode,long")
-        parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-        parser.add_argument("--seed", type=int, default=0)
-        parser.add_argument("--token-budget", type=int, default=2048)
-        parser.add_argument("--max-num-seqs", type=int, default=64)
+        parser.add_argument("form", choices=["bound"], help="this form")
+        parser.add_argument("model", type=Path, help="a Hugging Face folder")
+        parser.add_argument(
+            "--workload",
+            type=_names(dict(WORKLOADS)),
+            default="mixed,single,decode,long",
+            help=f"of {', '.join(WORKLOADS)}, by commas (default: %(default)s)",
+        )
+        parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the products (default: bfloat16)")
+        parser.add_argument("--seed", type=int, default=0, help="of the workloads (default: 0)")
+        parser.add_argument("--token-budget", type=_positive, default=2048, help="tokens of a step (default: 2048)")
+        parser.add_argument("--max-num-seqs", type=_positive, default=64, help="requests at once (default: 64)")
         return parser.parse_args()
     parser = argparse.ArgumentParser(description=__doc__, parents=[common])
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--only", type=_names(dict(SECTIONS)), default=",".join(SECTIONS))
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--only",
+        type=_names(dict(SECTIONS)),
+        default=",".join(SECTIONS),
+        help="sections, by commas (default: all, %(default)s)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: cpu)")
     parser.add_argument("--verbose", action="store_true", help="print lines as they are measured")
     return parser.parse_args()
 

@@ -6,6 +6,7 @@ a time, a JSON list of ``[prompt token ids, tokens to generate]``, and answers w
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -150,13 +151,17 @@ ENGINES: dict[str, Callable[[dict[str, Any]], Runner]] = {
 
 def main() -> None:
     """Start an engine and serve until the input ends. What engines print goes to stderr, away from the answers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=ENGINES, help="which one")
+    parser.add_argument("settings", type=json.loads, help="model, dtype and what else peers.py sends, in JSON")
+    args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # Scripts beside this one must not be taken for packages of the same name that engines look for.
     here = Path(__file__).resolve().parent
     sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != here]
     begin = time.perf_counter()
-    run = ENGINES[sys.argv[1]](json.loads(sys.argv[2]))
+    run = ENGINES[args.engine](args.settings)
     print(json.dumps({"load_s": time.perf_counter() - begin}), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)

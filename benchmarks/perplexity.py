@@ -93,15 +93,21 @@ def main() -> None:
     parser.add_argument("model", help="a Hugging Face folder, a GGUF file or `demo`")
     parser.add_argument("--quantization", nargs="*", default=None, help="providers with their defaults, or `none`")
     parser.add_argument("--config", action="append", default=[], type=json.loads, help="a provider with options, JSON")
-    parser.add_argument("--model-plugin", default="native")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=None, help="of the text, from its beginning")
-    parser.add_argument("--output-len", type=int, default=64, help="of the single stream; 0: do not measure it")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--model-plugin", default="native", help="the provider of the model (default: native)")
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)")
+    parser.add_argument("--window", type=int, default=1024, help="tokens that are predicted together (default: 1024)")
+    parser.add_argument("--tokens", type=int, help="of the text, from its beginning (default: all)")
+    parser.add_argument(
+        "--output-len", type=int, default=64, help="tokens of the single stream; 0: do not measure it (default: 64)"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="runs of the single stream, the best of which counts (default: 3)"
+    )
     args = parser.parse_args()
-    if args.window < 2:
-        parser.error(f"--window must be at least 2, got {args.window}")
+    for name, least in {"window": 2, "tokens": 2, "output_len": 0, "repeat": 1}.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     names = args.quantization
     if names is None:
         names = [] if args.config else ["none", "int8", "int4"]

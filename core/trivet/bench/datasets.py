@@ -76,9 +76,14 @@ def random_requests(
 
 
 def _lengths(rng: np.random.Generator, count: int, mean: int, ratio: float) -> list[int]:
-    low, high = max(math.floor(mean * (1 - ratio)), 1), max(math.ceil(mean * (1 + ratio)), 1)
+    low, high = shortest(mean, ratio), max(math.ceil(mean * (1 + ratio)), 1)
     lengths: list[int] = rng.integers(low, high, count, endpoint=True).tolist()
     return lengths
+
+
+def shortest(mean: int, ratio: float = 0.0) -> int:
+    """The shortest of random lengths."""
+    return max(math.floor(mean * (1 - ratio)), 1)
 
 
 def sharegpt_requests(
@@ -156,7 +161,11 @@ def _text(value: Any) -> str:
 def check_lengths(requests: Iterable[BenchRequest], max_model_len: int, options: Sequence[str]) -> None:
     """Raise TrivetError when a request is longer than the engine takes; ``options`` are what set the lengths."""
     longest = max(requests, key=lambda request: len(request.prompt_token_ids) + request.output_len)
-    prompt, output = len(longest.prompt_token_ids), longest.output_len
+    check_length(len(longest.prompt_token_ids), longest.output_len, max_model_len, options)
+
+
+def check_length(prompt: int, output: int, max_model_len: int, options: Sequence[str]) -> None:
+    """:func:`check_lengths` of one request, which need not have been made: the shortest one, before all are."""
     if prompt + output > max_model_len:
         raise TrivetError(
             f"{' and '.join(options)}: a prompt of {prompt} tokens and {output} to generate are {prompt + output} "

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trivet.bench.datasets import check_lengths, plain_token_ids, random_requests
+from trivet.bench.datasets import check_length, plain_token_ids, random_requests
 from trivet.bench.runs import run_requests
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def measure_latency(
     Raises:
         TrivetError: The lengths are more than the engine takes, or a request failed.
     """
+    check_length(input_len, output_len, llm.engine.max_model_len, ("--input-len", "--output-len"))
     ids = plain_token_ids(llm.engine)
     seconds = []
     for iteration in range(num_iters_warmup + num_iters):
         batch = random_requests(
             batch_size, ids, input_len=input_len, output_len=output_len, seed=seed * 1_000_003 + iteration
         )
-        check_lengths(batch, llm.engine.max_model_len, ("--input-len", "--output-len"))
         start = time.perf_counter()
         run_requests(llm, batch, n=n, detokenize=detokenize)
         seconds.append(time.perf_counter() - start)

@@ -224,12 +224,12 @@ class _Wanted:
 
     def draw(self, llm: LLM, count: int, seed: int) -> list[BenchRequest]:
         """Draw requests that the engine takes."""
-        from trivet.bench.datasets import check_lengths, plain_token_ids, random_requests, sharegpt_requests
+        from trivet.bench import datasets
 
         engine = llm.engine
         if not self._is_random:
             assert self._path is not None
-            return sharegpt_requests(
+            return datasets.sharegpt_requests(
                 self._path,
                 count,
                 llm.get_tokenizer(),
@@ -238,16 +238,21 @@ class _Wanted:
                 seed=seed,
                 oversample=self._oversample,
             )
-        requests = random_requests(
+        input_len = _INPUT_LEN if self._input_len is None else self._input_len
+        output_len = _OUTPUT_LEN if self._output_len is None else self._output_len
+        prefix_len, options = self._prefix_len or 0, ("--random-input-len", "--random-output-len")
+        prompt, output = map(datasets.shortest, (input_len, output_len), self._range_ratio)
+        datasets.check_length(prefix_len + prompt, output, engine.max_model_len, options)
+        requests = datasets.random_requests(
             count,
-            plain_token_ids(engine),
-            input_len=_INPUT_LEN if self._input_len is None else self._input_len,
-            output_len=_OUTPUT_LEN if self._output_len is None else self._output_len,
+            datasets.plain_token_ids(engine),
+            input_len=input_len,
+            output_len=output_len,
             range_ratio=self._range_ratio,
-            prefix_len=self._prefix_len or 0,
+            prefix_len=prefix_len,
             seed=seed,
         )
-        check_lengths(requests, engine.max_model_len, ("--random-input-len", "--random-output-len"))
+        datasets.check_lengths(requests, engine.max_model_len, options)
         return requests
 
 
