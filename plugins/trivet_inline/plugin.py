@@ -14,6 +14,7 @@ def trivet_providers() -> list[Provider]:
             role="executor",
             name="inline",
             factory="trivet_inline.executor:InlineExecutor",
-            summary="One worker in the engine's own process; a step is done when it has been submitted.",
+            options="trivet_inline.options:InlineOptions",
+            summary="One worker in the engine's own process, on its thread or beside it.",
         )
     ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trivet.plan import StepPlan
-from trivet.roles import ScheduleInputs, Scheduler, SchedulerLimits, Wait
+from trivet.roles import ScheduleInputs, Scheduler, SchedulerLimits, StepWaits, Wait
 
 if TYPE_CHECKING:
     from trivet.context import Context, EngineContext
@@ -83,6 +83,15 @@ class StaticScheduler(Scheduler):
                 break
             elif request.holds and not was_held:
                 self._late[request.request_id] = request
+
+    def waits(self) -> StepWaits:
+        """See :meth:`Scheduler.waits`; those that the cache holds are no concern of the batch."""
+        waiting = len(self._queue) - len(self._late)
+        if waiting < 1:
+            return StepWaits(compute=self._unserved)
+        running = self._table.num_running
+        detail = f"a batch of {running} requests runs until its last one has ended"
+        return StepWaits(Wait("turn", detail, {"running": running, "waiting": waiting}), self._unserved)
 
     def explain(self, request: Request) -> Wait | None:
         """See :meth:`Scheduler.explain`."""

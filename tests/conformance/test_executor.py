@@ -9,6 +9,13 @@ class TestInline(ExecutorSuite):
     use = "inline"
 
 
+class TestInlineOverlapped(ExecutorSuite):
+    """The worker on a thread of its own, and two steps in flight."""
+
+    use = "inline"
+    options = {"async_scheduling": True}
+
+
 class TestLate(ExecutorSuite):
     """Three steps in flight."""
 
