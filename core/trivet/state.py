@@ -59,6 +59,8 @@ class Request:
     arrival_time: float = field(default_factory=time.monotonic)
     prompt: str | None = None
     adapter: str | None = None
+    #: every prompt token is to be computed, as the request pools over all of them: none may come from a cache
+    whole_prompt: bool = False
     #: context of the prefix hash, by tag: adapter, cache_salt, image digests, whatever a plugin adds
     cache_tags: Mapping[str, bytes] = field(default_factory=dict)
     ranges: tuple[PromptRange, ...] = ()
@@ -134,6 +136,8 @@ class RequestTable:
         self.pooled: Bool = np.zeros(n, np.bool_)
         self.ranged: Bool = np.zeros(n, np.bool_)
         self.prompt_logprobs: Bool = np.zeros(n, np.bool_)
+        #: every prompt token is to be computed, for its logprobs or its hidden state: none is taken from a cache
+        self.whole_prompt: Bool = np.zeros(n, np.bool_)
         #: untouched pages of this matrix cost no memory
         self.tokens: Int32 = np.zeros((n, max_model_len), np.int32)
         #: column by column in memory, as they are read
@@ -187,6 +191,7 @@ class RequestTable:
         self.pooled[slot] = request.task != Task.GENERATE
         self.ranged[slot] = bool(request.ranges)
         self.prompt_logprobs[slot] = getattr(params, "prompt_logprobs", None) is not None
+        self.whole_prompt[slot] = request.whole_prompt or self.prompt_logprobs[slot]
         self.tokens[slot, :prompt] = request.prompt_ids
         if request.output_ids:
             self.tokens[slot, prompt:known] = request.output_ids
@@ -216,7 +221,8 @@ class RequestTable:
         request.slot = -1
         self.requests[slot] = None
         self.epoch[slot] = -1
-        self.held[slot] = self.pooled[slot] = self.ranged[slot] = self.prompt_logprobs[slot] = False
+        self.held[slot] = self.pooled[slot] = self.ranged[slot] = False
+        self.prompt_logprobs[slot] = self.whole_prompt[slot] = False
         self.drafts.pop(slot, None)
         self.many_stop_ids.pop(slot, None)
         del self._running[slot]

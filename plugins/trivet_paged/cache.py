@@ -117,7 +117,7 @@ class PagedCache(Cache):
         chain = self._hasher.chain(request, self._table.tokens[slot], known)
         self._chains[slot] = chain
         count = known // self.block_size
-        if self._table.prompt_logprobs[slot]:
+        if self._table.whole_prompt[slot]:
             return CacheHit()
         if len(chain) > count:
             chain = chain[:count]

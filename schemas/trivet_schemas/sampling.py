@@ -88,6 +88,10 @@ def _boolean(value: Any) -> bool:
     return value
 
 
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
 def _string_list(value: Any) -> Any:
     if value is None:
         return []
@@ -375,14 +379,22 @@ class PoolingParams(_Params):
     dimensions: Annotated[int, Field(ge=1), _INTEGER] | None = None
     """Cut the embedding to this many numbers (models trained for it); None keeps all."""
     normalize: _Bool | None = None
-    """Scale the embedding to length 1; None leaves it to the model."""
+    """Scale the embedding to length 1; None leaves it to the model, which means to do so unless its files say no."""
+    pooling_type: Annotated[Literal["last", "cls", "mean"] | None, BeforeValidator(_lower)] = None
+    """What the embedding is made of: the hidden state of the last token, that of the first, or the mean of all; None
+    leaves it to the model, which means the last unless its files say otherwise."""
+    use_activation: _Bool | None = None
+    """Whether scores and classes are probabilities; False returns what the model's head puts out."""
     priority: _Int = 0
     """Lower runs first, under a scheduling policy that looks at it."""
     extra_args: dict[str, Any] | None = None
     """Arguments for plugins."""
 
     def _broken_rules(self) -> Iterator[tuple[frozenset[str], Problem]]:
-        for name in ("dimensions", "normalize"):
+        if self.use_activation is not None and self.task == "embed":
+            message = f"is for task='score' and 'classify' only, got {self.use_activation} with task='embed'"
+            yield frozenset({"use_activation", "task"}), Problem("use_activation", message)
+        for name in ("dimensions", "normalize", "pooling_type"):
             if self.task != "embed" and getattr(self, name) is not None:
-                message = f"is for task='embed' only, got {getattr(self, name)} with task={self.task!r}"
+                message = f"is for task='embed' only, got {show(getattr(self, name))} with task={self.task!r}"
                 yield frozenset({name, "task"}), Problem(name, message)

@@ -250,9 +250,10 @@ def test_a_model_decides_what_is_pooled_and_knows_its_requests(llama: tuple[str,
 
     model = driver.context.roles["model"]
     model.add, model.remove = lambda request: told.append(request.request_id), told.append
+    raw = PoolingParams(task="score", use_activation=False)
     plain, scored = make_runner(name), driver
     for one in (plain, scored):
-        one.add(3, SHORT, task=Task.SCORE, name="a")
+        one.add(3, SHORT, task=Task.SCORE, params=raw, name="a")
     model.pool = pool
     hidden, score = plain.step().pooled[0].data, scored.step().pooled[0].data
     assert score == pytest.approx([float(hidden @ head.numpy()) + 3], rel=1e-5)

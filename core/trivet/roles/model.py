@@ -28,6 +28,10 @@ class ModelInfo:
     tasks: tuple[str, ...] = ("generate",)
     #: what a request may bring besides tokens: ``adapter``, ``ranges``; others are refused at admission
     takes: tuple[str, ...] = ()
+    num_labels: int = 0  #: scores of a model with a head for classes, which the tasks ``classify`` and ``score`` return
+    problem_type: str | None = None  #: transformers' name for what the scores mean, which decides their activation
+    pooling_type: str = "last"  #: ``last``, ``cls`` or ``mean``: what is pooled where a request does not say
+    normalizes: bool = False  #: whether embeddings have length 1 where a request does not say
 
 
 @dataclass(slots=True)
@@ -102,11 +106,12 @@ class Model(Role):
         """One forward pass, writing keys and values to the cache. Bound to the ``trivet_forward`` phase."""
 
     def pool(self, hidden: Any, last: Int32, slots: Int32) -> Any:
-        """What is reported of the rows that pool: ``[n, dim]``, by default the hidden states of their last tokens.
+        """What is reported of rows that pool: ``[n, dim]``, by default the pooled hidden states.
 
         ``hidden`` is ``[T, hidden_size]`` as in :class:`ForwardOutput`, ``last`` ``[n]`` the flat index of each row's
-        last token, ``slots`` ``[n]`` whose rows they are. A model with a head for scores or classes applies it here;
-        one that pools over all tokens adds them up in :meth:`forward`."""
+        last token, ``slots`` ``[n]`` whose rows they are; all are of the same task. For requests that pool otherwise
+        ``hidden`` holds their pooled states in float32 and ``last`` counts them. A model with a head for scores or
+        classes applies it here."""
         return hidden[last.tolist()]
 
     @property

@@ -20,7 +20,7 @@ from trivet.worker.forward import forward_batch
 from trivet.worker.grammar import GrammarPool
 from trivet.worker.inputs import StepInputs, prepare_inputs
 from trivet.worker.layers import LayerRelay
-from trivet.worker.pooling import pool_last
+from trivet.worker.pooling import Pooler
 from trivet.worker.transfers import TransferEndpoints
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ class StepRunner(Runner):
         if self._drafters:
             context.hooks.bind("draft", self._drafters.propose)
         self._grammars = GrammarPool(context.all("grammar"), info.vocab_size, self.grammar_threads)
+        self._pooler = Pooler(self._model, info, self._floats, self._tensor)
         specs = [*self._model.kv_specs()]
         specs += self._drafters.kv_specs(1 + max((spec.layer for spec in specs), default=-1))
         return WorkerInfo(
@@ -169,7 +170,8 @@ class StepRunner(Runner):
         with _timed(timings, "prepare"):
             inputs = prepare_inputs(self._batch, plan, void)
             pools = plan.pools & ~void
-            hidden = bool(pools.any()) or self._drafters.wants_hidden
+            pooling = self._pooler.wants_hidden(plan, pools)
+            hidden = pooling or self._drafters.wants_hidden
             layers = self._drafters.hidden_layers
             batch = forward_batch(plan, inputs, self._batch, self._tensor, wants_hidden=hidden, hidden_layers=layers)
         try:
@@ -186,8 +188,8 @@ class StepRunner(Runner):
                 plan.step_id, plan.slots, plan.epochs, Ragged.empty(plan.num_rows), undone=True, timings=timings
             )
             return self._report(result)
-        if pools.any():
-            result.pooled, errors = self._pool(output.hidden, plan, inputs, pools)
+        if pooling:
+            result.pooled, errors = self._pooler.pool(output.hidden, plan, inputs, void)
             self._errors += errors
         if self._drafters:
             with _timed(timings, "draft"):
@@ -210,7 +212,7 @@ class StepRunner(Runner):
         assert self._transfers is not None
         assert self._grammars is not None
         changes = self._batch.apply(plan)
-        listeners: list[Any] = [self._model, self._sampler, self._drafters, self._grammars]
+        listeners: list[Any] = [self._model, self._sampler, self._drafters, self._grammars, self._pooler]
         self._tell_removed([request.slot for request in changes.removed])
         for request in changes.added:
             told: list[Any] = []
@@ -369,11 +371,6 @@ class StepRunner(Runner):
         if len(tokens.values) and not 0 <= int(tokens.values.min()) <= int(tokens.values.max()) < self._vocab_size:
             raise ValueError(f"the drafter proposed a token id outside 0 … {self._vocab_size - 1}")
         result.next_drafts, result.next_draft_parents = tokens, drafts.parents
-
-    def _pool(self, hidden: Any, plan: StepPlan, inputs: StepInputs, pools: Bool) -> Any:
-        last = inputs.query_start[1:][pools] - 1
-        vectors = self._model.pool(hidden, last, plan.slots[pools])
-        return pool_last(self._floats(vectors), plan, self._batch, pools)
 
     # ------------------------------------------------------------------ faults and events
 
