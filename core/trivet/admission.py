@@ -89,6 +89,7 @@ class Admissions:
             prompt=prompt,
             adapter=adapter,
             cache_tags=tags,
+            whole_prompt=self._needs_whole_prompt(params),
             parent=parent,
             bad_words=self._bad_words(params) if task == Task.GENERATE else None,
             ranges=tuple(ranges),
@@ -144,6 +145,11 @@ class Admissions:
             return Wait("hold", reason)
         return self._p.scheduler.explain(request)
 
+    def _needs_whole_prompt(self, params: SamplingParams | PoolingParams) -> bool:
+        if isinstance(params, PoolingParams):
+            return (params.pooling_type or self._p.info.model.pooling_type) != "last"
+        return params.prompt_logprobs is not None
+
     # ------------------------------------------------------------------ checks
 
     def _prompt(self, prompt_token_ids: Sequence[int]) -> Int32:
@@ -177,10 +183,25 @@ class Admissions:
         if isinstance(params, PoolingParams):
             if params.task not in self._p.info.model.tasks:
                 tasks = ", ".join(self._p.info.model.tasks)
-                raise RequestError(f"task {params.task!r} is not one of this model's: {tasks}", param="task")
+                raise RequestError(
+                    f"task {params.task!r} is not one of this model's: {tasks} (classes and scores need a model with a "
+                    "head for them, such as one of an architecture ...ForSequenceClassification)",
+                    param="task",
+                )
+            if params.dimensions is not None and params.dimensions > (self._p.info.model.hidden_size or math.inf):
+                raise RequestError(
+                    f"dimensions: {params.dimensions} exceeds the {self._p.info.model.hidden_size} of this model's "
+                    "embeddings",
+                    param="dimensions",
+                )
             if count > limit:
                 raise RequestError(f"the prompt has {count} tokens and the context holds {limit}", param="prompt")
             return count, _TASKS[params.task]
+        if "generate" not in self._p.info.model.tasks:
+            tasks = ", ".join(self._p.info.model.tasks)
+            raise RequestError(
+                f"this model generates no text; its tasks are {tasks} (LLM.embed, LLM.classify, LLM.score)", param="task"
+            )
         if params.n != 1:
             raise RequestError(
                 f"n: the engine takes one output per request, got {params.n}; add a request for each, with parent= the "

@@ -288,7 +288,7 @@ class Planner:
         # The logits of a prompt position that is loaded are never computed.
         for load in loads:
             self._life.start_load(request, load, external=False)
-        if self._connector is not None and fork < 0 and not t.prompt_logprobs[slot]:
+        if self._connector is not None and fork < 0 and not t.whole_prompt[slot]:
             external = self._connector.match(request, shared)
             count = min(external.num_tokens, known - 1 - shared) if external is not None else 0
             if external is not None and count > 0:
