@@ -6,6 +6,7 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from trivet_schemas.sampling import ENGINE_FIELDS, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from trivet.assembly import Parts
+    from trivet.context import Hold
 
 _T = TypeVar("_T", int, float)
 #: fields of the parameters whose content is checked by plugins only
@@ -129,21 +131,44 @@ class Admissions:
                 self._p.hooks.requests_finished(RequestsFinished(ended))
         return ended
 
-    def explain(self, request_id: str) -> Wait | None:
+    def explain(self, request_id: str, *, history: bool = False) -> Wait | None:
         """See :meth:`trivet.engine.Engine.explain`."""
+        wait = self._explain(request_id)
+        if wait is None or not history:
+            return wait
+        return replace(wait, history=self._p.lifecycle.history.waits(request_id))
+
+    def _explain(self, request_id: str) -> Wait | None:
         self._p.lifecycle.apply_releases()
         request = self._p.lifecycle.requests.get(request_id)
         if request is None:
             return None
         if request.holds:
-            now = time.monotonic()
-            holds = list(request.holds.values())
-            numbers = {f"{h.plugin}:{h.kind}": round(now - h.since, 3) for h in holds}
-            return Wait("hold", "; ".join(f"{h.detail} ({h.plugin})" for h in holds), numbers)
+            return _held(list(request.holds.values()))
         reason = self._p.planner.step_holds.get(request_id)
         if reason is not None:
-            return Wait("hold", reason)
+            return Wait("hold", f"for this step: {reason}")
         return self._p.scheduler.explain(request)
+
+    def abort(self, request_ids: Sequence[str], reason: str) -> None:
+        """See :meth:`trivet.engine.Engine.abort`."""
+        life = self._p.lifecycle
+        for request_id in request_ids:
+            request = life.requests.get(request_id)
+            if request is not None:
+                life.finish(request, reason)
+
+    def stop(self, request_id: str, num_tokens: int, stop_reason: str | None) -> None:
+        """See :meth:`trivet.engine.Engine.stop`."""
+        request = self._p.lifecycle.requests.get(request_id)
+        if request is None:
+            return
+        known = self._p.table.num_output(request)
+        if not 0 <= num_tokens <= known:
+            raise RequestError(
+                f"{request_id!r} cannot be stopped after {num_tokens} tokens: it has {known}", param="num_tokens"
+            )
+        self._p.lifecycle.finish(request, "stop", stop_reason=stop_reason, num_output=num_tokens)
 
     def _needs_whole_prompt(self, params: SamplingParams | PoolingParams) -> bool:
         if isinstance(params, PoolingParams):
@@ -200,7 +225,8 @@ class Admissions:
         if "generate" not in self._p.info.model.tasks:
             tasks = ", ".join(self._p.info.model.tasks)
             raise RequestError(
-                f"this model generates no text; its tasks are {tasks} (LLM.embed, LLM.classify, LLM.score)", param="task"
+                f"this model generates no text; its tasks are {tasks} (LLM.embed, LLM.classify, LLM.score)",
+                param="task",
             )
         if params.n != 1:
             raise RequestError(
@@ -237,6 +263,20 @@ class Admissions:
 
     def _bad_words(self, params: SamplingParams) -> Ragged | None:
         return bad_word_sequences(params.bad_words, self._p.tokenizer, self._p.vocab_size)
+
+
+def _held(holds: Sequence[Hold]) -> Wait:
+    """The hold of a request in words: what for, for how long, by whom."""
+    now = time.monotonic()
+    numbers: dict[str, Any] = {}
+    details = []
+    for hold in holds:
+        seconds = round(max(now - hold.since, 0.0), 3)
+        numbers[f"{hold.plugin}:{hold.kind}"] = seconds
+        numbers.update(hold.numbers)
+        details.append(f"{hold.detail} ({hold.kind}, {seconds:.3g} s, {hold.plugin})")
+    numbers["seconds"] = max(seconds for name, seconds in numbers.items() if ":" in name)
+    return Wait("hold", "; ".join(details), numbers)
 
 
 # What follows would otherwise be noticed where it harms others: in the queue's order, on the way to a worker.

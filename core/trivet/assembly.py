@@ -130,6 +130,7 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
         stop_ids=lambda request: stop_ids(request, eos),
         draft_k=info.draft_tokens,
         connector=connector,
+        recent_steps=config.recent_steps,
     )
     planner = Planner(
         table,

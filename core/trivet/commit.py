@@ -171,7 +171,7 @@ class Committer:
         events.tokens = Ragged(out, kept_tokens)
         requests = table.requests
         events.requests = [requests[s] for s in sub.tolist()]
-        self._first_tokens(known - table.num_prompt[sub], events.requests)
+        self._first_tokens(known - table.num_prompt[sub], events)
         ends: list[_End] = []
         for at in ending.tolist():
             i = int(np.searchsorted(starts, at, side="right")) - 1
@@ -194,13 +194,15 @@ class Committer:
         assert request is not None
         self._life.finish(request, "error", message=message)
 
-    def _first_tokens(self, num_output: Int32, requests: list[Request]) -> None:
+    def _first_tokens(self, num_output: Int32, events: CommitEvents) -> None:
         fresh = (num_output <= 1).nonzero()[0]
         if len(fresh):
             now = time.monotonic()
             for i in fresh.tolist():
-                if requests[i].first_token_time is None:
-                    requests[i].first_token_time = now
+                request = events.requests[i]
+                if request.first_token_time is None:
+                    request.first_token_time = now
+                    self._life.history.first_token(request, events.step_id)
 
     def _end(self, ends: list[_End], result: StepResult) -> None:
         complete = {(c.slot, c.epoch) for c in result.constraints if c.state == ConstraintState.TERMINATED}

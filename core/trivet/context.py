@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Hold:
     """A reason not to schedule a request. ``kind`` is a short word (grammar, transfer, parent, …), ``since``
-    monotonic seconds."""
+    monotonic seconds; ``numbers`` go with the detail (``tokens``)."""
 
     kind: str
     plugin: str
     detail: str
     since: float
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ class EngineContext(Context):
 
     @abstractmethod
     def explain(self, request_id: str) -> Wait | None:
-        """Why a request did not advance in the last step, see :meth:`trivet.Engine.explain`; engine's thread."""
+        """Why a request did not advance in the last step, see :meth:`trivet.Engine.explain`; without ``history``, so
+        that it may be asked for many. Engine's thread."""
 
     @abstractmethod
     def plugin_set(self) -> PluginSet:

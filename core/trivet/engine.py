@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from trivet.admission import Admissions
 from trivet.assembly import Parts, assemble
-from trivet.errors import RequestError
 from trivet.events import CommitEvents, StepFinished
 from trivet.faults import Faults, Flying
 from trivet.plan import StepPlan
 from trivet.roles import ScheduleInputs, Wait
+from trivet.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from trivet.state import Request
+    from trivet.timeline import RequestTimeline
 
 _IDLE_SECONDS = 0.002  # how long a step waits for an outside event when every request is held
 
@@ -32,9 +33,10 @@ class Engine:
         self.tokenizer, self.max_model_len, self.table = p.tokenizer, p.max_model_len, p.table
         self._admissions = Admissions(p)
         self._faults = Faults(p)
+        self._history, self.watchdog = p.lifecycle.history, Watchdog(p, self._faults, self._admissions)
         self._flying: Flying = deque()
         self._wake = threading.Event()
-        p.wake, p.context.on_explain = self._wake.set, self.explain
+        p.wake, p.context.on_explain = self._wake.set, self._admissions.explain
         self._step_id = 0
         self.hooks.engine_started(self.context)
 
@@ -43,6 +45,12 @@ class Engine:
     def step(self) -> CommitEvents:
         """One turn: send plans while steps may be in flight, then commit the oldest. Never raises for a plugin's
         fault."""
+        with self.watchdog:
+            events = self._turn()
+        events.finished = self._admissions.take_ended()
+        return events
+
+    def _turn(self) -> CommitEvents:
         life, depth = self.parts.lifecycle, self.parts.executor.max_in_flight
         life.apply_releases()
         life.apply_aborts()
@@ -52,13 +60,10 @@ class Engine:
             if plan is None or not self._faults.send(plan, seconds, self._flying):
                 break
         if self._flying:
-            events = self._settle()
-        else:
-            events = CommitEvents(self._step_id)
-            if not life.ended and self.has_work and self._wake.wait(_IDLE_SECONDS):
-                self._wake.clear()
-        events.finished = self._admissions.take_ended()
-        return events
+            return self._settle()
+        if not life.ended and self.has_work and self._wake.wait(_IDLE_SECONDS):
+            self._wake.clear()
+        return CommitEvents(self._step_id)
 
     def _schedule(self) -> tuple[StepPlan | None, float]:
         start = time.perf_counter()
@@ -66,13 +71,15 @@ class Engine:
         inputs = ScheduleInputs(self._step_id + 1, limits.max_num_batched_tokens, limits.max_num_seqs)
         with self._faults.suspect("schedule"):
             self._step_id += 1
+            self._history.step = self._step_id
             plan = self.hooks.schedule(inputs)
-            # With steps in flight, reports arrive anyway; a plan without rows is only for asking.
-            life = self.parts.lifecycle
-            useful = plan.num_rows or plan.new or plan.loads or plan.stores
-            if useful or (life.waits_for_workers and not self._flying):
-                return plan, time.perf_counter() - start
+            holds, busy, life = self.parts.planner.step_holds, bool(self._flying), self.parts.lifecycle
+            seconds = time.perf_counter() - start
+            if life.wants(plan, busy=busy):
+                self._history.sent(plan, inputs, holds, seconds)
+                return plan, seconds
             life.unsent(plan)
+            self._history.unsent(inputs, holds, busy=busy)
         return None, 0.0
 
     def _settle(self) -> CommitEvents:
@@ -80,15 +87,15 @@ class Engine:
         plan, pending, scheduling = self._flying[0]
         result = self._faults.result(plan, pending)
         self._flying.popleft()
+        events, ran = CommitEvents(plan.step_id), time.perf_counter()
         if result is None:
-            return CommitEvents(plan.step_id)
-        ran = time.perf_counter()
-        events = CommitEvents(plan.step_id)
+            return events
         with self._faults.suspect("commit"):
             events = self.hooks.commit(plan, result)
             self._faults.tell_blocks()
+        legs = {"schedule": scheduling, "run": ran - start, "commit": time.perf_counter() - ran}
+        self._history.committed(plan, events, legs)
         if self.hooks.has_observers("step_finished"):
-            legs = {"schedule": scheduling, "run": ran - start, "commit": time.perf_counter() - ran}
             self.hooks.step_finished(StepFinished(plan, result, events, legs | result.timings))
         return events
 
@@ -109,24 +116,14 @@ class Engine:
 
     def abort(self, request_ids: str | Iterable[str], reason: str = "abort") -> None:
         """End a request or several at once; ids that are unknown or ended have no effect."""
-        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            request = self.parts.lifecycle.requests.get(request_id)
-            if request is not None:
-                self.parts.lifecycle.finish(request, reason)
+        self._admissions.abort([request_ids] if isinstance(request_ids, str) else list(request_ids), reason)
         self._wake.set()
 
     def stop(self, request_id: str, num_tokens: int, stop_reason: str | None = None) -> None:
         """End a request whose output is complete after ``num_tokens`` tokens (a stop string was found).
 
         No effect for an unknown or ended one. Raises RequestError when it has fewer tokens than that."""
-        request = self.parts.lifecycle.requests.get(request_id)
-        if request is not None:
-            known = self.table.num_output(request)
-            if not 0 <= num_tokens <= known:
-                raise RequestError(
-                    f"{request_id!r} cannot be stopped after {num_tokens} tokens: it has {known}", param="num_tokens"
-                )
-            self.parts.lifecycle.finish(request, "stop", stop_reason=stop_reason, num_output=num_tokens)
+        self._admissions.stop(request_id, num_tokens, stop_reason)
 
     @property
     def has_work(self) -> bool:
@@ -142,8 +139,16 @@ class Engine:
         return bool(life.requests or self._flying or life.ended)
 
     def explain(self, request_id: str) -> Wait | None:
-        """Why a request did not advance in the last step: compute, memory, turn, or a hold, with numbers."""
-        return self._admissions.explain(request_id)
+        """Why a request did not advance in the last step, and when and why it waited so far (``history``)."""
+        return self._admissions.explain(request_id, history=True)
+
+    def timeline(self, request_id: str, *, spans: bool = True) -> RequestTimeline | None:
+        """The whole story of a request that is unfinished or ended not long ago; without ``spans`` the sums alone."""
+        return self._history.timeline(request_id, spans=spans)
+
+    def recent_steps(self, count: int | None = None) -> list[dict[str, Any]]:
+        """The last ``count`` steps (None: all that are remembered) as plain data, oldest first."""
+        return self._history.recent(count)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the state contradicts itself."""
@@ -151,8 +156,8 @@ class Engine:
 
     @property
     def fault(self) -> str | None:
-        """Why the engine is unhealthy, or None."""
-        return self._faults.reason
+        """Why the engine is unhealthy, or None. May be asked by any thread, also while a step hangs."""
+        return self._faults.reason or self._faults.hang
 
     @property
     def fault_cause(self) -> BaseException | None:

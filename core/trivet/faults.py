@@ -53,6 +53,8 @@ class Faults:
         self._p = parts
         self.reason: str | None = None
         self.cause: BaseException | None = None
+        #: why another thread found a step hanging, which this engine's own thread cannot; it fails once it can
+        self.hang: str | None = None
         self._stopped = False
         self._submitted: PendingStep | None = None
         parts.hooks.bind("run", self._submit)
@@ -66,8 +68,9 @@ class Faults:
         """Raise :class:`EngineUnhealthyError` with the reason."""
         if self._stopped:
             raise EngineUnhealthyError("the engine has been shut down")
-        if self.reason is not None:
-            raise EngineUnhealthyError(f"the engine stopped after a fault and must be restarted: {self.reason}")
+        reason = self.reason or self.hang
+        if reason is not None:
+            raise EngineUnhealthyError(f"the engine stopped after a fault and must be restarted: {reason}")
 
     @contextmanager
     def suspect(self, leg: str) -> Iterator[None]:

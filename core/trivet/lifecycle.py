@@ -15,6 +15,7 @@ import numpy as np
 
 from trivet.context import Hold
 from trivet.events import Finished
+from trivet.history import StepHistory
 from trivet.plan import EMPTY_I32, EMPTY_I64, Int32, Int64, NewRequest, StepPlan, Transfer
 from trivet.state import Request, RequestTable
 
@@ -35,11 +36,13 @@ class Lifecycle:
         stop_ids: Callable[[Request], tuple[int, ...]],
         draft_k: int = 0,
         connector: Connector | None = None,
+        recent_steps: int = 1024,
     ) -> None:
         self.table, self.cache, self.scheduler, self._connector = table, cache, scheduler, connector
         self._stop_ids, self._draft_k = stop_ids, draft_k
         self._block_sizes = [g.block_size for g in layout.groups]
         self.requests: dict[str, Request] = {}
+        self.history = StepHistory(table, scheduler, cache, recent_steps)
         self.ended: list[Finished] = []
         #: names of the adapters of running requests, by the index in ``table.adapter``
         self.adapters: list[str] = []
@@ -65,13 +68,14 @@ class Lifecycle:
         parent = self.requests.get(request.parent) if request.parent is not None else None
         self.scheduler.add(request)
         self.requests[request.request_id] = request
+        self.history.added(request)
         if parent is not None and self.cache.can_fork:
             self._parents[request] = parent
             self._children.setdefault(parent, {})[request] = None
             if parent.slot >= 0:
                 self._expecting.add(parent.slot)
             detail = f"the prompt is being computed by {parent.request_id}"
-            self.hold(request, Hold("parent", "core", detail, time.monotonic()))
+            self.hold(request, Hold("parent", "core", detail, time.monotonic(), {"tokens": request.num_prompt}))
 
     def parent(self, request: Request) -> Request | None:
         """The request whose blocks ``request`` may share, if the cache can do that; it may have ended."""
@@ -85,6 +89,10 @@ class Lifecycle:
         if request.adapter is not None:
             self.table.adapter[slot] = self._adapter_index(request.adapter)
         return slot
+
+    def admitted(self, request: Request) -> None:
+        """A request has its slot and its blocks."""
+        self.history.changed(request, "admitted")
 
     def unassign(self, slot: int) -> None:
         """Take back the slot of a request whose admission failed, and the blocks that it got so far."""
@@ -109,6 +117,7 @@ class Lifecycle:
         request.holds[hold.plugin, hold.kind] = hold
         if request.slot >= 0:
             self.table.held[request.slot] = True
+        self.history.changed(request, "held")
 
     def release(self, request: Request, plugin: str, kind: str) -> None:
         """Take a hold back."""
@@ -118,6 +127,7 @@ class Lifecycle:
             self.table.held[request.slot] = bool(request.holds)
         elif not request.holds:
             self.scheduler.released(request)
+        self.history.changed(request, "released")
 
     def release_later(self, request: Request, plugin: str, kind: str) -> None:
         """Take a hold back before the next plan is made; may be called from any thread."""
@@ -180,6 +190,7 @@ class Lifecycle:
         request.finish_reason, request.stop_reason, request.message = reason, stop_reason, message
         request.finished_time = time.monotonic()
         request.holds.clear()
+        self.history.ended(request)
         self._leave(request)
         self.ended.append(Finished(request, reason, stop_reason, message, len(request.output_ids)))
 
@@ -208,6 +219,7 @@ class Lifecycle:
         """End a request whose slot or blocks cannot be given back in order, after a fault of the core."""
         request.finish_reason, request.message = reason, message
         request.finished_time = time.monotonic()
+        self.history.ended(request)
         self.requests.pop(request.request_id, None)
         self.ended.append(Finished(request, reason, None, message, len(request.output_ids)))
 
@@ -223,6 +235,7 @@ class Lifecycle:
             del request.holds[key]
         request.num_preemptions += 1
         self.scheduler.requeue(request)
+        self.history.changed(request, "preempted")
         return request
 
     def _vacate(self, slot: int) -> None:
@@ -246,6 +259,12 @@ class Lifecycle:
     def has_transfers(self) -> bool:
         """Whether transfers are under way or wait to be sent."""
         return bool(self._transfers)
+
+    def wants(self, plan: StepPlan, *, busy: bool) -> bool:
+        """Whether a plan is to be sent. With steps in flight (``busy``) reports arrive anyway; a plan without rows is
+        only for asking."""
+        useful = plan.num_rows or plan.new or plan.loads or plan.stores
+        return bool(useful) or (not busy and self.waits_for_workers)
 
     def submitted(self, plan: StepPlan) -> None:
         """A plan was sent; blocks retired from now on wait for it."""
@@ -318,7 +337,7 @@ class Lifecycle:
             self._external.add(load.transfer_id)
         if not load.blocking:
             detail = f"{load.num_tokens} tokens are being loaded through {load.endpoint}"
-            self.hold(request, Hold("transfer", "core", detail, time.monotonic()))
+            self.hold(request, Hold("transfer", "core", detail, time.monotonic(), {"tokens": load.num_tokens}))
 
     def start_store(self, store: Transfer) -> None:
         """Number a store and lease its blocks, unless it reads them before anything is written."""
@@ -358,6 +377,7 @@ class Lifecycle:
             if transfer_id not in self._transfers:
                 continue
             transfer, lease, is_store = self._transfers.pop(transfer_id)
+            self.history.progress += 1
             external = transfer_id in self._external
             self._external.discard(transfer_id)
             self.cache.transfer_ended(transfer, ok=transfer_id not in failed)

@@ -200,6 +200,7 @@ class Planner:
             self._life.unassign(slot)
             return Admission(False, reason="hold" if request.holds else "memory")
         self._new[slot] = request
+        self._life.admitted(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.monotonic()
         if request.holds or not budget:

@@ -49,7 +49,8 @@ class PrefixSharing:
         assert other is not None
         span = f"{ready * self._size} to {shared * self._size - 1}"
         detail = f"its tokens {span} are being computed or loaded by {other.request_id}, and will be shared"
-        self._context.hold(request.request_id, Hold(_KIND, _PLUGIN, detail, time.monotonic()))
+        hold = Hold(_KIND, _PLUGIN, detail, time.monotonic(), {"tokens": saved})
+        self._context.hold(request.request_id, hold)
         self._waiting.setdefault(leader, []).append((request.request_id, shared))
         return True
 

@@ -20,6 +20,7 @@ __all__ = [
     "EngineConfig",
     "GenerateSection",
     "PluginSelection",
+    "WatchdogSection",
     "format_validation_error",
     "validate_options",
 ]
@@ -116,6 +117,16 @@ class GenerateSection(Section):
     """Send each prompt as a user's message through the chat template."""
 
 
+class WatchdogSection(Section):
+    """When an engine that gets nowhere gives up, and what it leaves for whoever looks for the reason."""
+
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 300.0
+    """How long nothing may happen while requests are unfinished: no token, no request that comes or goes, no hold that
+    is released, no transfer that ends. The first step may take four times that. None: for ever."""
+    dump: _Text | None = None
+    """File for the reasons, recent steps and stacks as JSON, for ``trivet explain``; None: they are logged in short."""
+
+
 class EngineConfig(Section):
     """Everything an engine is made from, as one YAML file holds it.
 
@@ -147,6 +158,10 @@ class EngineConfig(Section):
         default_factory=dict
     )
     """The plugin for each role; roles that take many plugins have a list. A role that is not named is ``auto``."""
+    recent_steps: Annotated[int, Field(ge=1)] = 1024
+    """Steps that the engine remembers one by one, to explain what requests waited for."""
+    watchdog: WatchdogSection = Field(default_factory=WatchdogSection)
+    """When the engine gives up because nothing happens."""
     generate: GenerateSection = Field(default_factory=GenerateSection)
     """Prompts and parameters of ``trivet generate``."""
     serve: dict[str, Any] = Field(default_factory=dict)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trivet_schemas.options import KnownFlat
 
 # Keys of the configuration that every benchmark has an option for, or that do not fit on a command line.
-_NO_FLAGS = {"model", "plugins", "generate", "serve"}
+_NO_FLAGS = {"model", "plugins", "watchdog", "generate", "serve"}
 # Keys whose values are text, whatever they look like.
 _TEXTS = {"tokenizer", "revision", "dtype", "device", "chat_template", "served_model_name"}
 
