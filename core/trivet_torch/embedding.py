@@ -43,16 +43,9 @@ class Embedding(ABC):
         """Bytes of memory that the matrix takes."""
 
 
-#: rows after which the pages that lookups have mapped are let go: the system maps 64 KiB around each row
-_KEPT_ROWS = 1024
-
-
 class FileEmbedding(Embedding):
-    """Reads and converts the rows it needs from the mapped file, on the CPU; the matrix takes no memory of its own.
-
-    Pages of the file that were looked at count as the process' memory, so they are let go now and then. They stay in
-    the system's cache of files as long as there is room.
-    """
+    """Reads and converts the rows it needs from the file, on the CPU; the matrix takes no memory of its own. The
+    system's cache of files holds it as long as there is room."""
 
     def __init__(self, weights: StoredWeights, name: str, *, dtype: torch.dtype, scale: float = 1.0) -> None:
         """Look up the tensor ``name`` of ``weights``, which must stay open. Raises
@@ -61,16 +54,10 @@ class FileEmbedding(Embedding):
         self._weights = weights
         self._name = name
         self._dtype = dtype
-        self._looked_up = 0
         weights.rows(name, torch.zeros(1, dtype=torch.int64), dtype)  # a type that cannot be read shows now
 
     def _rows(self, ids: Tensor) -> Tensor:
-        found = self._weights.rows(self._name, ids, self._dtype)
-        self._looked_up += len(ids)
-        if self._looked_up >= _KEPT_ROWS:
-            self._weights.release(self._name)
-            self._looked_up = 0
-        return found
+        return self._weights.rows(self._name, ids, self._dtype)
 
     @property
     def weight_bytes(self) -> int:

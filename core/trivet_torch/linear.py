@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trivet_kernels.cpu.packed import packed_rows
+from trivet_torch.allocator import trim
 from trivet_torch.weights.gguf_dequant import run_jobs
 
 # Rows of a matrix that are packed at a time take so many bytes, ...
@@ -98,7 +98,7 @@ class PackedLinear(Linear):
         self.bias = bias
         self._packed = _pack(parts, dtype)
         if self.weight_bytes >= _TRIM_BYTES:
-            _trim()
+            trim()
         self._product = torch.ops.mkldnn._linear_pointwise.default
         shape = (self.out_features, self.in_features)
         self._rows = packed_rows(self._packed, shape) if dtype == torch.bfloat16 else None
@@ -276,10 +276,3 @@ def _use_huge_pages(start: int, size: int) -> None:
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     if madvise(begin, end - begin, _MADV_HUGEPAGE) == 0:
         madvise(begin, end - begin, _MADV_DONTNEED)
-
-
-def _trim() -> None:
-    """Have the C library give back freed memory that it keeps for later, which packing leaves in pieces."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)

@@ -16,6 +16,7 @@ from trivet.roles import DraftInputs, MemoryEstimate
 from trivet.worker import PersistentBatch, StepRunner, forward_batch, prepare_inputs
 from trivet_schemas.options import format_size
 from trivet_schemas.sampling import SamplingParams
+from trivet_torch.allocator import loading
 from trivet_torch.graphs import CudaBackend, DecodeGraphs, GraphBackend, default_sizes
 from trivet_torch.memory import available_bytes, device_memory, workspace_bytes
 from trivet_torch.options import RunnerOptions
@@ -79,7 +80,8 @@ class TorchRunner(StepRunner):
         Raises:
             CacheMemoryError: If the largest step does not fit into what the weights leave.
         """
-        info = super().load()
+        with loading():
+            info = super().load()
         if self._profiles:
             workspace = self._measure_step(info)
             info = replace(info, workspace_bytes=workspace, available_bytes=max(0, info.available_bytes - workspace))

@@ -53,8 +53,12 @@ class Decoder:
         delta: Tensor | None = None
         outputs: dict[int, Tensor] = {}
         for index, (before, after) in enumerate(self._pieces):
-            query, key, value = before(residual, delta, positions)
-            delta = after(residual, attend(index, query, key, value))
+            # No name keeps a result beyond its use: in a long step each takes megabytes.
+            projected = before(residual, delta, positions)
+            del delta
+            attended = [attend(index, *projected)]
+            del projected
+            delta = after(residual, attended.pop())
             if index in wanted:
                 outputs[index] = residual + delta
         return residual if delta is None else residual.add_(delta), outputs

@@ -1,4 +1,4 @@
-"""From a transformers configuration to a :class:`~trivet_native.spec.DecoderSpec`, one function per family.
+"""From a configuration to a :class:`~trivet_native.spec.DecoderSpec`, one function per family.
 
 What each field means follows the modelling code of transformers for the model type.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trivet.errors import ModelLoadError
 from trivet_native.fields import ACTIVATIONS, FAMILIES, problem
 from trivet_native.spec import DecoderSpec, ExpertsSpec, LayerSpec, RopeSpec
+from trivet_torch.weights.plain_config import PlainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -29,14 +30,16 @@ _FOUR_NORMS = MappingProxyType(
 _GATED = ("gate_proj", "up_proj")
 
 
-def make_spec(location: str, config: PreTrainedConfig) -> DecoderSpec:
+def make_spec(location: str, config: PreTrainedConfig | PlainConfig) -> DecoderSpec:
     """The decoder that ``config`` describes.
 
     Raises:
         ModelLoadError: The configuration has something that is not implemented; the message names the field.
     """
     given = {"model_type": config.model_type} | config.to_dict()
-    known = {field.name for field in dataclasses.fields(config)} | {"quantization_config"}
+    known = None
+    if not isinstance(config, PlainConfig):
+        known = {field.name for field in dataclasses.fields(config)} | {"quantization_config"}
     reason = problem(given, known=known)
     if reason is not None:
         raise ModelLoadError(

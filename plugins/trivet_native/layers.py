@@ -156,9 +156,12 @@ class Block:
         """What the feed-forward network puts out ``[T, hidden_size]``; adds attention's output to ``residual``."""
         weights = self.weights
         out = weights.out(attended.reshape(attended.shape[0], self._query_size))
+        del attended
         if weights.attention_output_norm is not None:
             out = self._ops.rms_norm(out, weights.attention_output_norm, self._eps, self._into(out))
-        out = weights.mlp(self._norm(residual, out, weights.mlp_norm))
+        normed = self._norm(residual, out, weights.mlp_norm)
+        del out
+        out = weights.mlp(normed)
         if weights.mlp_output_norm is not None:
             out = self._ops.rms_norm(out, weights.mlp_output_norm, self._eps, self._into(out))
         return out

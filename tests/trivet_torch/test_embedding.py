@@ -86,18 +86,28 @@ def resident_bytes(file: Path) -> int:
     return total
 
 
+NUM_ROWS = 8192
+
+
 @pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="the system does not tell what is resident")
-def test_many_lookups_do_not_bring_the_whole_file_into_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [30, 128, 1500])
+def test_lookups_bring_no_other_part_of_the_file_into_memory(tmp_path: Path, at_once: int) -> None:
     config = transformers.LlamaConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8
+        vocab_size=NUM_ROWS, hidden_size=512, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    weights = open_weights(tmp_path)
-    embedding = FileEmbedding(weights, NAME, dtype=torch.float32)
-    most = 0
-    for start in range(0, 8192, 128):
-        rows = embedding(torch.arange(start, start + 128))
-        assert torch.equal(rows, weights.tensor(NAME, torch.float32)[start : start + 128])
-        most = max(most, resident_bytes(file))
-    assert 0 < most < 8192 * 512 * 4 / 2
+    embedding = FileEmbedding(open_weights(tmp_path), NAME, dtype=torch.float32)
+    shuffled = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(0))
+    found = [(ids, embedding(ids)) for ids in shuffled[:3000].split(at_once)]
+    resident = resident_bytes(file)
+    weight = open_weights(tmp_path).tensor(NAME, torch.float32)
+    assert all(torch.equal(rows, weight[ids]) for ids, rows in found)
+    assert resident < 1 << 20
+
+
+def test_rows_that_are_not_there_are_refused(location: Path) -> None:
+    embedding = FileEmbedding(open_weights(location), NAME, dtype=torch.float32)
+    for ids in ([0, 96], [-1]):
+        with pytest.raises(IndexError, match="rows must be in \\[0, 96\\)"):
+            embedding(torch.tensor(ids))

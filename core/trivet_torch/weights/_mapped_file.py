@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,9 +27,11 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         """Map ``path``. Raises :class:`ModelLoadError` if it cannot be read, or is empty."""
+        self._path = path
         try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            weakref.finalize(self, os.close, self._descriptor)
+            self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise ModelLoadError(f"{path}: cannot be mapped into memory ({error}); check the file") from error
         self.bytes = as_tensor(np.frombuffer(self._map, np.uint8))
@@ -35,6 +39,30 @@ class MappedFile:
     def release(self, start: int, end: int) -> None:
         """Let the pages that lie wholly within bytes ``[start, end)`` leave memory; they are read again if touched."""
         release_pages(self._map, start, end)
+
+    def rows(self, start: int, num_rows: int, row_bytes: int, indices: Tensor) -> Tensor:
+        """Rows ``indices`` ``[n]`` of the ``num_rows`` rows of ``row_bytes`` that begin at byte ``start``: new memory,
+        ``[n, row_bytes]`` uint8.
+
+        They are read, not mapped, where the system can: around every byte of a mapping that is touched the system maps
+        from 64 KiB to some MiB of the file, all of which counts as this process' memory.
+
+        Raises:
+            IndexError: There is no such row.
+            ModelLoadError: The file has become shorter.
+        """
+        wanted = indices.tolist()
+        if wanted and not 0 <= min(wanted) <= max(wanted) < num_rows:
+            raise IndexError(f"rows must be in [0, {num_rows}), not {min(wanted)} to {max(wanted)}")
+        if not hasattr(os, "preadv"):
+            return self.bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes).index_select(0, indices)
+        found = torch.empty(len(wanted), row_bytes, dtype=torch.uint8)
+        buffer = memoryview(found.view(-1).numpy().data)
+        for index, row in enumerate(wanted):
+            part = buffer[index * row_bytes : (index + 1) * row_bytes]
+            if os.preadv(self._descriptor, [part], start + row * row_bytes) != row_bytes:
+                raise ModelLoadError(f"{self._path}: the file has become shorter while it is in use; restore it")
+        return found
 
 
 def as_tensor(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Tensor:

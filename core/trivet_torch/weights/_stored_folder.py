@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,15 @@ from torch import Tensor
 from trivet.errors import ModelLoadError
 from trivet.roles import StoredLinear
 from trivet_torch.weights._mapped_file import MappedFile
-from trivet_torch.weights.safetensors_dir import check_folder, folder_config, folder_eos_token_ids, read_header
+from trivet_torch.weights.plain_config import plain_config
+from trivet_torch.weights.safetensors_dir import (
+    check_folder,
+    folder_config,
+    folder_eos_token_ids,
+    read_config,
+    read_header,
+)
 from trivet_torch.weights.stored import StoredWeights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 # https://github.com/huggingface/safetensors, ``Dtype``.
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -90,9 +94,7 @@ class _Entry:
 
 
 class _FolderWeights(StoredWeights):
-    def __init__(
-        self, folder: Path, config: PreTrainedConfig, eos_token_ids: Sequence[int], entries: dict[str, _Entry]
-    ) -> None:
+    def __init__(self, folder: Path, config: Any, eos_token_ids: Sequence[int], entries: dict[str, _Entry]) -> None:
         super().__init__(folder, config, eos_token_ids)
         self._entries = entries
         #: the names of what belongs to each module, by their last parts
@@ -134,7 +136,14 @@ class _FolderWeights(StoredWeights):
         return StoredLinear(name, (rows, columns), self.stored(weight), tensors)
 
     def rows(self, name: str, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._view(name).index_select(0, indices).to(dtype)
+        entry = self._entry(name)
+        if entry.transposed or len(entry.shape) != 2:
+            return self._view(name).index_select(0, indices).to(dtype)
+        self._used.add(name)
+        stored = _dtype(name, entry)
+        num_rows, columns = entry.shape
+        raw = entry.file.rows(entry.start, num_rows, columns * stored.itemsize, indices)
+        return raw.view(stored).to(dtype)
 
     def release(self, name: str) -> None:
         entry = self._entry(name)
@@ -170,7 +179,7 @@ def open_folder(folder: Path, *, trust_remote_code: bool) -> StoredWeights:
             not fit their shape.
     """
     paths = check_folder(folder)
-    config = folder_config(folder, trust_remote_code=trust_remote_code)
+    config = plain_config(read_config(folder)) or folder_config(folder, trust_remote_code=trust_remote_code)
     wanted = _indexed(folder)
     entries: dict[str, _Entry] = {}
     for path in paths:
@@ -224,7 +233,7 @@ def _dtype(name: str, entry: _Entry) -> torch.dtype:
     return dtype
 
 
-def _unstacked(entries: dict[str, _Entry], config: PreTrainedConfig) -> dict[str, _Entry]:
+def _unstacked(entries: dict[str, _Entry], config: Any) -> dict[str, _Entry]:
     """Replace stacked experts by single matrices under the checkpoint's names."""
     if config.model_type == "gpt_oss":
         return _unstacked_gpt_oss(entries)

@@ -22,15 +22,14 @@ from trivet.roles import StoredLinear
 from trivet_torch.weights._listing import listed
 from trivet_torch.weights._mapped_file import MappedFile
 from trivet_torch.weights._stored_folder import EXPERT_NAMES
-from trivet_torch.weights.gguf_config import config_from_gguf
+from trivet_torch.weights.gguf_config import config_from_gguf, config_values
 from trivet_torch.weights.gguf_dequant import check_type, dequantize_into, jobs_for, run_jobs
 from trivet_torch.weights.gguf_names import Placement, is_parameter, place
+from trivet_torch.weights.plain_config import plain_config
 from trivet_torch.weights.stored import StoredWeights
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from transformers import PreTrainedConfig
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -78,9 +77,7 @@ class _Entry:
 
 
 class _GGUFWeights(StoredWeights):
-    def __init__(
-        self, path: Path, config: PreTrainedConfig, eos_token_ids: Sequence[int], entries: dict[str, _Entry]
-    ) -> None:
+    def __init__(self, path: Path, config: Any, eos_token_ids: Sequence[int], entries: dict[str, _Entry]) -> None:
         super().__init__(path, config, eos_token_ids)
         self._entries = entries
         self._file: MappedFile = MappedFile(path)
@@ -134,12 +131,10 @@ class _GGUFWeights(StoredWeights):
     def rows(self, name: str, indices: Tensor, dtype: torch.dtype) -> Tensor:
         entry = self._entry(name)
         self._used.add(name)
-        index = indices.numpy()
         if entry.order is not None:
-            index = entry.order[index]
-        return _values(
-            self._rows_of(entry).take(index, axis=0).reshape(-1), entry, (len(index), *entry.shape[1:]), dtype
-        )
+            indices = torch.from_numpy(entry.order)[indices]
+        raw = self._file.rows(entry.start, entry.shape[0], entry.row_bytes, indices)
+        return _values(raw.view(-1).numpy(), entry, (len(indices), *entry.shape[1:]), dtype)
 
     def release(self, name: str) -> None:
         entry = self._entry(name)
@@ -175,7 +170,7 @@ def open_gguf(path: Path) -> StoredWeights:
             place in the model; names what is concerned.
     """
     file = GGUFFile(path)
-    config = config_from_gguf(file)
+    config = plain_config(config_values(file)) or config_from_gguf(file)
     architecture = str(file.metadata["general.architecture"])
     entries: dict[str, _Entry] = {}
     unmapped = []
@@ -194,7 +189,7 @@ def open_gguf(path: Path) -> StoredWeights:
     return _GGUFWeights(path, config, eos_token_ids(file), entries)
 
 
-def _entries(file: GGUFFile, name: str, placement: Placement, config: PreTrainedConfig) -> dict[str, _Entry]:
+def _entries(file: GGUFFile, name: str, placement: Placement, config: Any) -> dict[str, _Entry]:
     """The tensors of the checkpoint that the tensor ``name`` of the file holds: one, or one per expert."""
     info = file.tensors[name]
     shape = info.shape

@@ -357,12 +357,24 @@ def config_from_gguf(file: GGUFFile) -> PreTrainedConfig:
     """The transformers configuration that the metadata and the tensor table of ``file`` describe.
 
     Raises:
-        ModelLoadError: The architecture is not supported (lists those that are), a key is missing, or the file asks for
-            something that transformers' model cannot do. Split files are refused.
+        ModelLoadError: As :func:`config_values`, or transformers refuses the configuration.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    try:
+        return AutoConfig.for_model(**config_values(file))
+    except (ValueError, StrictDataclassError) as error:
+        raise Metadata(file).error(f"the metadata describe no valid model: {error}", "the file is damaged") from error
+
+
+def config_values(file: GGUFFile) -> dict[str, Any]:
+    """The fields of that configuration which differ from transformers' defaults, or may.
+
+    Raises:
+        ModelLoadError: The architecture is not supported (lists those that are), a key is missing, or the file asks for
+            something that transformers' model cannot do. Split files are refused.
+    """
     meta = Metadata(file)
     num_parts = file.metadata.get("split.count", 1)
     if isinstance(num_parts, int) and num_parts > 1:
@@ -373,8 +385,4 @@ def config_from_gguf(file: GGUFFile) -> PreTrainedConfig:
             f"the architecture {meta.architecture!r} is not supported",
             f"use the model's safetensors instead (architectures supported in GGUF: {', '.join(ARCHITECTURES)})",
         )
-    values = builder(meta)
-    try:
-        return AutoConfig.for_model(**values)
-    except (ValueError, StrictDataclassError) as error:
-        raise meta.error(f"the metadata describe no valid model: {error}", "the file is damaged") from error
+    return builder(meta)

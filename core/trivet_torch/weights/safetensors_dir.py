@@ -19,7 +19,7 @@ from trivet_torch.weights._listing import listed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _logger = logging.getLogger(__name__)
 
@@ -96,7 +96,12 @@ def folder_config(folder: Path, *, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def folder_eos_token_ids(folder: Path, config: PreTrainedConfig) -> list[int]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of ``config.json``. Raises :class:`ModelLoadError` if it cannot be read."""
+    return _read_json(folder / "config.json")
+
+
+def folder_eos_token_ids(folder: Path, config: Any) -> list[int]:
     """Ids that end a generation, the main one first: of ``generation_config.json``, else of ``config``."""
     generation = folder / "generation_config.json"
     value = None

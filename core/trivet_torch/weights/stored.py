@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trivet.errors import ModelLoadError
 from trivet.model_source import resolve_model
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
-    from transformers import PreTrainedConfig
 
     from trivet.roles import StoredLinear
 
@@ -52,14 +51,14 @@ class StoredWeights(ABC):
     and ``mlp.experts.3.down_proj`` ``[hidden, intermediate]``, with ``weight`` and ``bias`` each.
     """
 
-    #: the model's transformers configuration
-    config: PreTrainedConfig
+    #: the model's configuration: transformers', or a :class:`~trivet_torch.weights.plain_config.PlainConfig`
+    config: Any
     #: ids that end a generation, the main one first
     eos_token_ids: tuple[int, ...]
     #: the folder or file, for messages
     location: str
 
-    def __init__(self, location: Path, config: PreTrainedConfig, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, location: Path, config: Any, eos_token_ids: Sequence[int]) -> None:
         """Keep what all kinds of files have."""
         self.location = str(location)
         self.config = config
