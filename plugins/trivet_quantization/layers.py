@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trivet_kernels.reference.quantized import QuantizedMatrix
-    from trivet_quantization.formats import Source
+    from trivet_quantization.formats import Format, Source
 
 # Elements that are converted at a time.
 _CHUNK = 1 << 22
@@ -95,7 +95,7 @@ def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, act_grou
             offsets=form.offsets,
             wide_scale=form.wide_scale,
             factor=form.factor,
-            act_group=None if act_group is None else max(act_group, form.segment),
+            act_group=_act_group(form, parts[0][0].columns, act_group),
             act_bits=act_bits,
             bias=_joined(parts),
         )
@@ -112,6 +112,13 @@ def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, act_grou
                 first += piece.out_features
         layers.append(layer)
     return layers[0] if len(layers) == 1 else JoinedLinear(layers)
+
+
+def _act_group(form: Format, columns: int, wanted: int | None) -> int | None:
+    """Values of an activation that share a scale: a multiple of the weights' group, unless that is the whole row."""
+    if wanted is None or (form.segment >= columns and not form.offsets):
+        return wanted
+    return max(wanted, form.segment)
 
 
 def _pieces(source: Source) -> Iterator[QuantizedMatrix]:

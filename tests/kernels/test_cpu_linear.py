@@ -20,6 +20,7 @@ pytestmark = needs_compiler
 # bits, segment, offsets, wide scales, group of activations
 FORMATS = {
     "8 bits per row": (8, None, False, True, None),
+    "8 bits per row, activations in 64": (8, None, False, True, 64),
     "8 bits in 128": (8, 128, False, True, 128),
     "8 bits in 32": (8, 32, False, False, 32),
     "8 bits in 32, offsets": (8, 32, True, False, 64),
@@ -226,6 +227,8 @@ def test_parts_that_are_packed_one_by_one(library: ctypes.CDLL, name: str) -> No
 
 
 def test_bytes_of_weights(library: ctypes.CDLL) -> None:
+    rows = packed(matrix(64, 256, "8 bits per row"), "8 bits per row, activations in 64", library)
+    assert rows.weight_bytes == 64 * 256 + 64 * 4
     eight = packed(matrix(64, 256, "8 bits in 32"), "8 bits in 32", library, bias=torch.zeros(64))
     assert eight.weight_bytes == 64 * 256 + 64 * 8 * 2 + 64 * 4
     four = packed(matrix(64, 256, "4 bits in 32, offsets"), "4 bits in 32, offsets", library)

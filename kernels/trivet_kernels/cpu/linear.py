@@ -43,6 +43,7 @@ class _Layer(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("zero_point", ctypes.c_int32),
         ("wide_scale", ctypes.c_int32),
+        ("row_scale", ctypes.c_int32),
         ("planes", ctypes.c_int32),
         ("factor", ctypes.c_float),
     ]
@@ -82,7 +83,8 @@ class QuantizedLinear:
             wide_scale: Keep scales in float32 instead of float16.
             factor: Scales and offsets are stored as multiples of it, so that they are in float16's range.
             act_group: Values of an activation that share a scale: a multiple of ``segment``, or None for whole rows.
-                It is shortened to the row.
+                It is shortened to the row. If ``segment`` is the whole row and there are no offsets, it may be any
+                multiple of 16, too.
             act_bits: 8 or 16 bits for an activation; with 16 each is rounded to two bytes.
             bias: ``[out]`` float32.
             library: The compiled kernels, by default those for this processor.
@@ -97,6 +99,14 @@ class QuantizedLinear:
         assert segment <= MAX_SEGMENT
         self.in_features = in_features
         self.out_features = out_features
+        # With one scale in a row of weights, what a segment is in the kernel is up to the activations.
+        row_scale = act_group is not None and act_group < min(segment, in_features) and segment >= in_features
+        assert not (row_scale and offsets)
+        self._matrix_segment = segment
+        if row_scale:
+            assert act_group is not None
+            assert act_group % 16 == 0
+            segment = act_group
         act_segments = None if act_group is None else act_group // segment
         segments = -(-in_features // segment)
         if act_segments is not None and act_segments < segments:
@@ -104,7 +114,7 @@ class QuantizedLinear:
         panels = -(-out_features // PANEL)
         self._weight = _room(panels * PANEL * segments * segment * bits // 8)
         scale_type = torch.float32 if wide_scale else torch.float16
-        self._scale = torch.zeros(panels, segments, PANEL, dtype=scale_type)
+        self._scale = torch.zeros(panels, 1 if row_scale else segments, PANEL, dtype=scale_type)
         self._offset = torch.zeros(panels, segments, PANEL, dtype=torch.float16) if offsets else None
         self._bias = None if bias is None else bias.float().contiguous()
         self._layer = _Layer(
@@ -120,6 +130,7 @@ class QuantizedLinear:
             bits=bits,
             zero_point=zero_point,
             wide_scale=wide_scale,
+            row_scale=row_scale,
             planes=act_bits // 8,
             factor=factor,
         )
@@ -165,7 +176,7 @@ class QuantizedLinear:
         layer = self._layer
         assert (matrix.in_features, matrix.segment, matrix.bits, matrix.zero_point) == (
             layer.in_features,
-            layer.segment,
+            self._matrix_segment,
             layer.bits,
             layer.zero_point,
         )

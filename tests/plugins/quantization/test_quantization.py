@@ -93,6 +93,7 @@ def tokens(rows: int, columns: int) -> Tensor:
         (int8(), 0.011),
         (int8(group=32, activation_group=32), 0.009),
         (int8(group=None, activation_group=None), 0.014),
+        (int8(group=None, activation_group=32), 0.012),
         (int8(group=128, activation_group=128), 0.012),
         (int8(activations="int16"), 0.007),
         (int4(), 0.085),

@@ -16,7 +16,7 @@
 
 /* Columns of a panel. A panel holds, for each four (8 bits) or eight (4 bits) consecutive k, 128 bytes: of every column
  * four bytes, k ascending. With 4 bits the low halves of the bytes are the first four k and the high halves the next
- * four. Scales and offsets are [panels][segments][PANEL]. */
+ * four. Scales and offsets are [panels][segments][PANEL], or scales are [panels][PANEL] with `row_scale`. */
 #define PANEL 32
 /* Most rows of a tile, whose integer sums are held in registers. */
 #define TILE 6
@@ -28,12 +28,13 @@ typedef struct {
     const float *bias;      /* [out], or NULL */
     int64_t in_features;    /* of the activations */
     int64_t out_features;
-    int64_t segment;      /* values of k with one scale; a multiple of 16 */
+    int64_t segment;      /* values of k with one scale, unless it is that of the row; a multiple of 16 */
     int64_t num_segments; /* segment * num_segments >= in_features; what is beyond is multiplied with zero */
     int64_t act_segments; /* segments that share a scale of the activations; it divides num_segments */
     int32_t bits;         /* 4 or 8 */
     int32_t zero_point;
     int32_t wide_scale;
+    int32_t row_scale; /* a column of the result has one scale for all segments, and no offsets */
     int32_t planes; /* bytes that an activation is rounded to, 1 or 2 */
     float factor; /* of all scales and offsets */
 } QuantLinear;

@@ -54,7 +54,7 @@ __attribute__((always_inline)) static inline void strip(const int rows, const in
             }
         }
         for (int half = 0; half < 2; half++) {
-            int64_t at = index + half * 8;
+            int64_t at = (layer->row_scale ? panel * PANEL + part * 16 : index) + half * 8;
             __m256 scale = layer->wide_scale ? _mm256_loadu_ps((const float *)layer->scale + at)
                                              : load_half((const uint16_t *)layer->scale + at);
             for (int r = 0; r < rows; r++) {
@@ -97,7 +97,8 @@ void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first
         float *to = out + r * PANEL;
         for (int c = 0; c < PANEL; c++) to[c] = 0;
         for (int64_t s = 0; s < segments; s++) {
-            int64_t of_row = (first + r) * a->segments + s, index = (panel * segments + s) * PANEL;
+            int64_t of_row = (first + r) * a->segments + s;
+            int64_t index = (layer->row_scale ? panel : panel * segments + s) * PANEL;
             int32_t sums[PANEL];
             for (int c = 0; c < PANEL; c++) sums[c] = a->start[of_row];
             for (int64_t k = 0; k < segment; k += step, weight += 4 * PANEL, values += step) {

@@ -66,6 +66,14 @@ __attribute__((always_inline)) static inline void tile_vnni(const int rows, cons
                 }
             }
         }
+        if (layer->row_scale) {
+            UNROLL for (int r = 0; r < rows; r++) {
+                __m512 of_row = _mm512_set1_ps(act_scale[r * a->segments + s]);
+                for (int half = 0; half < 2; half++)
+                    totals[r][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][half]), of_row, totals[r][half]);
+            }
+            continue;
+        }
         __m512 scale[2] = {load_scale(layer, index), load_scale(layer, index + 16)}, offset[2];
         if (layer->offset)
             for (int half = 0; half < 2; half++) offset[half] = load_half(layer->offset + index + half * 16);
@@ -81,9 +89,10 @@ __attribute__((always_inline)) static inline void tile_vnni(const int rows, cons
             }
         }
     }
-    UNROLL for (int r = 0; r < rows; r++) {
-        _mm512_store_ps(out + r * PANEL, totals[r][0]);
-        _mm512_store_ps(out + r * PANEL + 16, totals[r][1]);
+    for (int half = 0; half < 2; half++) {
+        __m512 scale = layer->row_scale ? load_scale(layer, panel * PANEL + half * 16) : _mm512_set1_ps(1);
+        UNROLL for (int r = 0; r < rows; r++)
+            _mm512_store_ps(out + r * PANEL + half * 16, _mm512_mul_ps(totals[r][half], scale));
     }
 }
 
