@@ -88,10 +88,16 @@ class SchedulingPolicy(Policy, ABC):
 class VictimPolicy(Policy, ABC):
     """Who is preempted when a running request lacks memory."""
 
+    def order(self, slots: Int32, table: RequestTable) -> Int32:
+        """``[n]`` running ``slots`` in the order in which memory goes to them; those that come after the one that lacks
+        some may be chosen. The first must get on until it ends, or nobody would. Not asked when the scheduling policy
+        orders running requests. ``slots`` are in admission order, which is the answer by default."""
+        return slots
+
     @abstractmethod
     def choose(self, slots: Int32, table: RequestTable) -> int:
-        """One of ``slots`` ``[n]``, n ≥ 1: those that may lose their blocks, in the order in which memory goes to them
-        (by admission, unless the scheduling policy says otherwise), beginning with the one that lacks some."""
+        """One of ``slots`` ``[n]``, n ≥ 1: those that may lose their blocks, in the order in which memory goes to
+        them (by admission, unless one of the policies says otherwise), beginning with the one that lacks some."""
 
 
 class KeyFunction(SchedulingPolicy):

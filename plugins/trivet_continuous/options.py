@@ -37,6 +37,9 @@ class ContinuousOptions(Options):
     waits. By default there is no bound."""
     max_queue_seconds: _Seconds | None = Field(None, json_schema_extra=flat("max_queue_seconds"))
     """How long a request waits to run for the first time before it ends with an error. By default there is no bound."""
+    max_recomputed_share: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """While more than this share of all tokens is computed again after preemptions, requests are admitted only with
+    room for the longest that they and all running ones may become. 1: never mind."""
     policy: str | dict[str, Any] = Field("fcfs", json_schema_extra=flat("scheduling_policy"))
     """Order of the waiting queue: the name of a `scheduling_policy` component, or `{use: NAME, ...}` with options of
     its own."""

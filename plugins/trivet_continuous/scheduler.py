@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from trivet.policies import SchedulingPolicy, make_scheduling_policy, make_victi
 from trivet.roles import ScheduleInputs, Scheduler, SchedulerLimits, StepWaits, Wait
 from trivet_continuous.pacing import PromptShare
 from trivet_continuous.queue import WaitingQueue
+from trivet_continuous.work import Work
 
 if TYPE_CHECKING:
     from trivet.context import Context, EngineContext
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from trivet_continuous.options import ContinuousOptions
 
 _FIRST_RESERVE = 2  # tokens; doubles with every preemption of a request, so the first one asks for 4
+_WINDOW_STEPS = 64  # full steps after which what was computed counts half
 _NOBODY: frozenset[int] = frozenset()
 
 
@@ -45,6 +47,7 @@ class ContinuousScheduler(Scheduler):
         self._short = _NOBODY  # running slots that wait for blocks
         self._prompt_tokens = 0  # left for prompts in this step
         self._mixed = False  # whether rows decode in this step, which limits prompts
+        self._work = Work(options.max_recomputed_share, _WINDOW_STEPS * options.max_num_batched_tokens)
         self._told: tuple[Request, str, Wait] | None = None
 
     @property
@@ -59,6 +62,7 @@ class ContinuousScheduler(Scheduler):
         self._cache = context.get("cache")
         self._policy.bind(context)
         self._victim.bind(context)
+        self._work.bind(self._cache, context.table)
         #: only what a policy defines is called
         self._begins = type(self._policy).begin_step is not SchedulingPolicy.begin_step
         self._ranked: tuple[Int32, Int32] | None = None  # slots by admission, and by key
@@ -158,14 +162,18 @@ class ContinuousScheduler(Scheduler):
         else:
             self._admit()
         plan = planner.finish()
+        tokens = plan.num_tokens
+        self._work.computed += tokens
         if share is not None:
-            share.planned(plan.num_tokens)
+            share.planned(tokens)
         return plan
 
     def _ordered(self, slots: Int32) -> Int32:
         """``slots`` in the order in which budget and memory go to them."""
-        if not self._policy.orders_running or len(slots) < 2:
+        if len(slots) < 2:
             return slots
+        if not self._policy.orders_running:
+            return self._victim.order(slots, self._table)
         places = np.empty(self._table.max_num_seqs, np.int32)
         order = self._order()
         places[order] = np.arange(len(order))
@@ -176,7 +184,7 @@ class ContinuousScheduler(Scheduler):
         """Running slots in that order; a request's key does not change while it runs."""
         admitted = self._table.order
         if not self._policy.orders_running:
-            return admitted
+            return self._victim.order(admitted, self._table)
         if self._ranked is None or self._ranked[0] is not admitted:
             requests = self._table.requests
             keys = [self._policy.key(requests[slot]) for slot in admitted.tolist()]
@@ -246,8 +254,13 @@ class ContinuousScheduler(Scheduler):
             if tokens < 1:
                 self._stalled = "compute"
                 break
+            if self._work.is_wasted and not self._work.has_room(request):
+                self._stalled = "memory"
+                break
+            again = request.num_recomputed_tokens
             admission = planner.admit(request, tokens, reserve=_reserve(request))
             if admission.ok:
+                self._work.admitted(request.num_recomputed_tokens - again)
                 queue.pop(request)
                 self._prompt_tokens -= admission.num_tokens
             elif admission.reason == "hold":
@@ -266,8 +279,10 @@ class ContinuousScheduler(Scheduler):
             if not later:
                 break
             # Its tokens are shared out below, with everybody else's.
+            again = request.num_recomputed_tokens
             admission = planner.admit(request, 0, reserve=_reserve(request))
             if admission.ok:
+                self._work.admitted(request.num_recomputed_tokens - again)
                 queue.pop(request)
             elif admission.reason == "hold":
                 queue.park(request, passing=not request.holds)
@@ -324,7 +339,14 @@ class ContinuousScheduler(Scheduler):
     def _explain_memory(self) -> Wait:
         stats = self._cache.stats()
         detail = f"{stats.free} of {stats.total} blocks are free, too few for its known tokens"
-        return Wait("memory", detail, {"free": stats.free, "total": stats.total})
+        numbers: dict[str, Any] = {"free": stats.free, "total": stats.total}
+        if self._work.is_wasted:
+            numbers["recomputed_share"] = share = round(self._work.share, 3)
+            detail = (
+                f"{stats.free} of {stats.total} blocks are free, and {share:.0%} of all tokens were computed again "
+                "after preemptions: until it is less, requests need room for all that they and the others may become"
+            )
+        return Wait("memory", detail, numbers)
 
     def _explain_budget(self, others: str) -> Wait:
         budget = self._limits.max_num_batched_tokens

@@ -41,7 +41,13 @@ def _priority(table: RequestTable, slot: int) -> int:
 
 
 class LeastComputed(VictimPolicy):
-    """The request that is cheapest to redo: with the fewest computed tokens, of several the last one."""
+    """The request that is cheapest to redo: with the fewest computed tokens, of several the last one. So memory goes to
+    those first who have computed most, and the very first gets on until it ends."""
+
+    def order(self, slots: Int32, table: RequestTable) -> Int32:
+        """See :meth:`VictimPolicy.order`."""
+        ordered: Int32 = slots[(-table.num_computed[slots]).argsort(kind="stable")]
+        return ordered
 
     def choose(self, slots: Int32, table: RequestTable) -> int:
         """See :meth:`VictimPolicy.choose`."""
