@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trivet.roles.scheduler import Wait
     from trivet.roles.tokenizer import Tokenizer
     from trivet.state import Request
+    from trivet.timeline import RequestTimeline
     from trivet_schemas.config import EngineConfig
     from trivet_schemas.prompts import PromptType
 
@@ -123,6 +124,7 @@ class AsyncEngine:
                     publish=self._publish,
                     closing=self._abort_all,
                     closed=self._closed,
+                    hangs=self._hangs,
                 )
         await asyncio.wrap_future(self._thread.started)
 
@@ -295,6 +297,10 @@ class AsyncEngine:
         """Why a request does not advance, see :meth:`trivet.Engine.explain`."""
         return await self.call(lambda engine: engine.explain(request_id))
 
+    async def timeline(self, request_id: str) -> RequestTimeline | None:
+        """The whole story of a request, see :meth:`trivet.Engine.timeline`; output ``i`` of several is ``id#i``."""
+        return await self.call(lambda engine: engine.timeline(request_id))
+
     async def reset_prefix_cache(self) -> bool:
         """Forget what the KV cache keeps of earlier requests, in tiers too; False, with no effect, while any run."""
         return await self.call(lambda engine: engine.parts.cache.reset())
@@ -408,6 +414,12 @@ class AsyncEngine:
             self._output.put(lambda stage: self._deliver(stage.fail_all(f"the engine stopped after a fault: {reason}")))
         self._output.close()
         self._end_streams(EngineUnhealthyError(reason or "the engine has been shut down"))
+
+    def _hangs(self, reason: str) -> None:
+        """On a monitor's thread: a step does not return, and the streams end without it."""
+        assert self._output is not None
+        self._fault = self._fault or reason
+        self._output.put(lambda stage: self._deliver(stage.fail_all(f"the engine stopped after a fault: {reason}")))
 
     # ------------------------------------------------------------------ on the output thread
 

@@ -13,6 +13,7 @@ from trivet.engine import Engine
 from trivet.errors import RequestError
 from trivet.output.stage import Output, OutputStage
 from trivet.submission import AnyParams, Preparer, Submission, eos_token_ids, single_prompt
+from trivet.watchdog import Monitor
 from trivet_schemas.errors import ParameterError
 from trivet_schemas.outputs import (
     BeamSearchOutput,
@@ -26,6 +27,7 @@ from trivet_schemas.sampling import BeamSearchParams, PoolingParams, RequestOutp
 
 if TYPE_CHECKING:
     from trivet.roles.tokenizer import Tokenizer
+    from trivet.timeline import RequestTimeline
     from trivet_schemas.config import EngineConfig
     from trivet_schemas.prompts import PromptType
 
@@ -120,6 +122,7 @@ class LLM:
         self._eos_ids = eos_token_ids(engine)
         self._lock = threading.Lock()
         self._next_id = 0
+        self._monitor = Monitor(engine, lambda _: None)  # it logs what it finds, and the engine takes no more work
 
     # ------------------------------------------------------------------ generation
 
@@ -284,6 +287,12 @@ class LLM:
         """What :meth:`generate` uses when it is given none: the defaults of :class:`SamplingParams`."""
         return SamplingParams()
 
+    def timeline(self, request_id: str) -> RequestTimeline | None:
+        """The whole story of a request that ended not long ago, see :meth:`trivet.Engine.timeline`: what it waited for,
+        how long, and when it ran. Output ``i`` of several is ``id#i``. None for unknown ones."""
+        with self._lock:
+            return self.engine.timeline(request_id)
+
     def reset_prefix_cache(self) -> bool:
         """Forget what the KV cache keeps of earlier requests, in tiers too; for example after weights were changed.
 
@@ -298,6 +307,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Stop the engine and release its memory. A second call has no effect."""
+        self._monitor.stop()
         self.engine.shutdown()
 
     def __enter__(self) -> Self:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import machine_kit as kit
-import numpy as np
 import pytest
 import test_engine_machine as machine
-from engine_kit import config, drain, engine, greedy, prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
-from trivet.context import Hold
-from trivet.engine import Engine
-from trivet.history import StepHistory
-from trivet.hookspecs import hookimpl
-from trivet.simulation import IdTokenizer, SimulatedExecutor, simple_layers
-from trivet.testing import fakes
 from trivet.timeline import RUN
 
 
@@ -113,7 +103,7 @@ class Watched(machine.Life):
             assert sum(span.numbers["tokens"] for span in timeline.spans if span.kind == RUN) == timeline.tokens
         parts = timeline.seconds_run + sum(wait.seconds for wait in timeline.waits.values())
         assert parts == pytest.approx(timeline.seconds, abs=1e-4)
-        assert [change.status for change in timeline.changes][0] == "queued"
+        assert timeline.changes[0].status == "queued"
 
     def finish(self) -> None:
         super().finish()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trivet.roles.model import ModelInfo
     from trivet.roles.scheduler import Wait
     from trivet.roles.tokenizer import Tokenizer
+    from trivet.timeline import RequestTimeline
     from trivet_schemas.config import EngineConfig
     from trivet_schemas.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
     from trivet_schemas.prompts import PromptType
@@ -87,6 +88,10 @@ class EngineClient(Protocol):
 
     async def explain(self, request_id: str) -> Wait | None:
         """Why a request does not advance."""
+        ...
+
+    async def timeline(self, request_id: str) -> RequestTimeline | None:
+        """What a request lived through, while it is unfinished and for some time after its end."""
         ...
 
     async def check_health(self) -> None:

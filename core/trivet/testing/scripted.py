@@ -135,6 +135,7 @@ class ScriptedEngine:
         self.steps = 0
         self.before_step: Any = None
         self.is_shut_down = False
+        self.watchdog = SimpleNamespace(seconds=None)
 
     # ------------------------------------------------------------------ what Engine offers
 
