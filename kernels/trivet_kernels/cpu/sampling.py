@@ -1,19 +1,38 @@
-"""What is looked for in logits on a CPU, in compiled C."""
+"""Sampling on a CPU, in compiled C."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from trivet_kernels.cpu.types import DTYPES
 from trivet_kernels.reference import sampling as reference
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
+    from trivet_kernels.sampling import DrawParams
+
 _P, _I = ctypes.c_void_p, ctypes.c_int64
+#: ids are 31 bits of a rank, and sums of weights 63 bits
+_MAX_SIZE = 1 << 19
+#: parameters and outcome of a row, as sampling_draw.c has them
+_DRAW = np.dtype(
+    [
+        *((name, np.int64) for name in ("x", "dtype", "top_k", "position")),
+        ("seed", np.uint64),
+        ("top_p", np.float64),
+        ("log_min_p", np.float64),
+        ("temperature", np.float32),
+        ("id", np.int32),
+        ("highest", np.float32),
+        ("unused", np.float32),
+    ]
+)
 
 
 class NativeSampling:
@@ -27,6 +46,10 @@ class NativeSampling:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._argmax = library.trivet_argmax
         self._argmax.restype, self._argmax.argtypes = None, (_P, _P, _P, *[_I] * 5)
+        self._draw = library.trivet_draw
+        self._draw.restype, self._draw.argtypes = _I, (_P, _I, _I, _I)
+        self._float_rows = library.trivet_float_rows
+        self._float_rows.restype, self._float_rows.argtypes = None, (*[_P] * 4, *[_I] * 7)
 
     def argmax(self, logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """:func:`trivet_kernels.reference.sampling.argmax`, whose results these are."""
@@ -42,4 +65,45 @@ class NativeSampling:
         return ids, values
 
     def serves(self, logits: Tensor) -> bool:
-        return False
+        """Whether the methods below take these logits."""
+        return logits.is_cpu and logits.dtype in DTYPES and logits.stride(1) == 1 and 0 < logits.shape[1] < _MAX_SIZE
+
+    def draw(
+        self, logits: Tensor, changed: Tensor | None, source: NDArray[np.int64], size: int, params: DrawParams
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """:func:`trivet_kernels.sampling.draw`: the tokens are those of :mod:`trivet_kernels.reference.sampling`."""
+        table = np.zeros(len(source), _DRAW)
+        for part, rows, places in ((logits, source, source >= 0), (changed, ~source, source < 0)):
+            if part is not None:
+                table["dtype"][places] = DTYPES[part.dtype]
+                table["x"][places] = part.data_ptr() + rows[places] * (part.stride(0) * part.element_size())
+        for name in ("top_k", "top_p", "temperature"):
+            table[name] = getattr(params, name)
+        table["position"], table["seed"] = params.positions, params.seeds.view(np.uint64)
+        # The logarithm is torch's here as there.
+        table["log_min_p"] = torch.from_numpy(params.min_p).log().numpy()
+        if self._draw(table.ctypes.data, len(table), size, self._threads(len(table))):
+            raise MemoryError(f"no memory to draw from {size} logits")
+        return table["id"].copy(), table["highest"].copy()
+
+    def float_rows(self, logits: Tensor, rows: NDArray[np.int64], bitmask: Tensor | None, out: Tensor) -> None:
+        """Write float32 copies of some rows to the first rows of ``out``, see
+        :func:`trivet_kernels.sampling.float_rows`."""
+        bits = None if bitmask is None else bitmask.contiguous()
+        self._float_rows(
+            logits.data_ptr(),
+            out.data_ptr(),
+            np.ascontiguousarray(rows).ctypes.data,
+            None if bits is None else bits.data_ptr(),
+            len(rows),
+            logits.shape[1],
+            logits.stride(0),
+            out.stride(0),
+            0 if bits is None else bits.shape[1],
+            DTYPES[logits.dtype],
+            self._threads(len(rows)),
+        )
+
+    @staticmethod
+    def _threads(rows: int) -> int:
+        return 1 if rows == 1 else torch.get_num_threads()

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trivet_kernels.reference.exact import log
+
 #: neighbouring token ids that share a minimum; part of the definition of the noise
 GROUP = 128
 
@@ -76,7 +78,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """``[n]`` float64 standard Gumbel noise of single tokens; arguments ``[n]`` int64 as for :func:`group_noise`."""
     smallest, member = group_noise(seeds, positions, token_ids // GROUP)
     excess = token_excess(seeds, positions, token_ids)
-    return -(smallest + torch.where(member == token_ids % GROUP, 0.0, excess)).log()
+    return -log(smallest + torch.where(member == token_ids % GROUP, 0.0, excess))
 
 
 def _words(seeds: Tensor, positions: Tensor, index: Tensor, purpose: int) -> tuple[Tensor, ...]:
@@ -86,4 +88,4 @@ def _words(seeds: Tensor, positions: Tensor, index: Tensor, purpose: int) -> tup
 
 def _exponential(words: Tensor) -> Tensor:
     """Exponential numbers from 32-bit words, never 0."""
-    return -((words.double() + 0.5) / 2**32).log()
+    return -log((words.double() + 0.5) / 2**32)

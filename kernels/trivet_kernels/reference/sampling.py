@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trivet_kernels.reference.exact import log, weights
 from trivet_kernels.reference.noise import GROUP, group_noise, gumbel_noise, token_excess
 
 #: largest prefixes of the ranking that are looked up by groups; longer ones are sorted out of the whole row
@@ -194,12 +195,12 @@ def survivors(logits: GroupedLogits, top_k: Tensor, top_p: Tensor, min_p: Tensor
         values, ids = top(logits, length, chosen)
         rank = torch.arange(length, device=values.device)
         kept = (values >= floor[chosen, None]) & ((rank < top_k[chosen, None]) | ~cut[chosen, None])
-        within = ((values.double() - highest[chosen, None]).exp() * kept).cumsum(1)
+        within = (weights(values - highest[chosen, None]) * kept).cumsum(1)
         endless = (nucleus & ~cut)[chosen].nonzero()[:, 0].tolist() if length < size else []
         total = within[:, -1].clone()
         for index in endless:
-            total[index] = _weights(logits.values[chosen[index]], floor[chosen[index]]).sum()
-        share = (top_p[chosen] * total)[:, None]
+            total[index] = _masses(logits.values[chosen[index]], floor[chosen[index]]).sum()
+        share = (top_p[chosen] * total.double()).ceil().long()[:, None]
         before = torch.cat([torch.zeros_like(share), within[:, :-1]], 1)
         kept &= (before < share) | ~nucleus[chosen, None]
         final = kept.sum(1, keepdim=True) - 1
@@ -226,7 +227,7 @@ def draw(logits: GroupedLogits, least: Tensor, last: Tensor, seeds: Tensor, posi
     """
     rows, groups = (logits.maxima >= least[:, None]).nonzero().unbind(1)
     smallest, member = group_noise(seeds[rows], positions[rows], groups)
-    reach = -smallest.log()  # no token of the group has more noise
+    reach = -log(smallest)  # no token of the group has more noise
     # What the largest sum is at least: the likeliest token's, and those of the tokens with the most noise in their
     # groups.
     token = groups * GROUP + member
@@ -243,7 +244,7 @@ def draw(logits: GroupedLogits, least: Tensor, last: Tensor, seeds: Tensor, posi
     pair, place = (near & _survives(values, ids, least[rows, None], last[rows, None])).nonzero().unbind(1)
     rows, ids, values = rows[pair], ids[pair, place], values[pair, place]
     excess = token_excess(seeds[rows], positions[rows], ids)
-    sums = values.double() - (smallest[pair] + torch.where(member[pair] == place, 0.0, excess)).log()
+    sums = values.double() - log(smallest[pair] + torch.where(member[pair] == place, 0.0, excess))
     best = best.scatter_reduce(0, rows, sums, "amax")
     winners = torch.where(sums == best[rows], ids, _NO_ID)
     return torch.full_like(seeds, _NO_ID).scatter_reduce(0, rows, winners, "amin")
@@ -266,21 +267,20 @@ def _at_least(bound: Tensor) -> Tensor:
     return torch.where(rounded.double() < bound, torch.nextafter(rounded, torch.tensor(torch.inf)), rounded)
 
 
-def _weights(values: Tensor, floor: Tensor) -> Tensor:
-    """Float64 probabilities of one row's tokens, up to a factor; 0 for those below ``floor``."""
-    # Exponentials are taken in float32, whose error is far below that of any top_p worth telling apart.
-    return (values - values.amax()).exp_().masked_fill_(values < floor, 0.0).double()
+def _masses(values: Tensor, floor: Tensor) -> Tensor:
+    """Weights of one row's tokens; 0 for those below ``floor``."""
+    return weights(values - values.amax()).masked_fill_(values < floor, 0)
 
 
 def _distant_cut(values: Tensor, floor: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """Where ``share`` of all probability is reached, going down a row's ranking: value and id of the last one kept."""
-    weights = _weights(values, floor)
+    masses = _masses(values, floor)
     distance = (values.amax() - values).div_(_BIN_WIDTH).clamp_(max=_BINS - 1).long()
-    within = torch.bincount(distance, weights, _BINS).cumsum(0)
-    target = share * within[-1]
+    within = masses.new_zeros(_BINS).scatter_add_(0, distance, masses).cumsum(0)
+    target = (share * within[-1].double()).ceil().long()
     number = torch.searchsorted(within, target)
     members = (distance == number).nonzero()[:, 0]
     order = values[members].sort(descending=True, stable=True).indices
-    reached = within[number] - weights[members].sum() + weights[members[order]].cumsum(0)
+    reached = within[number] - masses[members].sum() + masses[members[order]].cumsum(0)
     final = members[order[int((reached < target).sum().clamp(max=len(members) - 1))]]
     return values[final], final

@@ -71,3 +71,47 @@ void trivet_argmax(const void *x, int64_t *ids, void *values, int64_t rows, int6
     const argmax_t a = {x, values, ids, n, stride, dtype};
     for_each(argmax_one, &a, rows, num_threads);
 }
+
+typedef struct {
+    const char *x;
+    float *out;
+    const int64_t *rows;
+    const uint32_t *bits;
+    int64_t width, stride, out_stride, words, dtype;
+} copy_t;
+
+INLINE void copy_row(const copy_t *c, int64_t i, int dtype) {
+    const char *x = c->x + c->rows[i] * c->stride * size_of(dtype);
+    const uint32_t *bits = c->bits ? c->bits + i * c->words : NULL;
+    float *out = c->out + i * c->out_stride;
+    ivec_t lane;
+    for (int j = 0; j < LANES; j++) lane[j] = j;
+    int64_t at = 0;
+    for (; at + LANES <= c->width; at += LANES) {
+        vec_t value = load(x, at, dtype);
+        if (bits) {
+            uint32_t word = bits[at / 32] >> (at % 32);
+            ivec_t kept = -(((ivec_t){} + (int32_t)word) >> lane & 1);
+            value = choose(kept, value, splat(-INFINITY));
+        }
+        store(out, at, value, TRIVET_F32);
+    }
+    for (; at < c->width; at++)
+        out[at] = !bits || bits[at / 32] >> (at % 32) & 1u ? load_one(x, at, dtype) : -INFINITY;
+}
+
+static void copy_one(const void *arguments, int64_t i) {
+    const copy_t *c = arguments;
+    if (c->dtype == TRIVET_F32)
+        copy_row(c, i, TRIVET_F32);
+    else
+        copy_row(c, i, TRIVET_BF16);
+}
+
+/* Float32 copies of some rows, -inf where a row has bits and a token's is not set. `bits` may be NULL. */
+void trivet_float_rows(const void *x, float *out, const int64_t *rows, const uint32_t *bits, int64_t count,
+                       int64_t width, int64_t stride, int64_t out_stride, int64_t words, int64_t dtype,
+                       int64_t num_threads) {
+    const copy_t c = {x, out, rows, bits, width, stride, out_stride, words, dtype};
+    for_each(copy_one, &c, count, num_threads);
+}
