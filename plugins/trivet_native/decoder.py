@@ -29,13 +29,14 @@ class Decoder:
         embedding: Embedding,
         blocks: Sequence[Block],
         norm: Tensor,
-        head: Linear,
+        head: Linear | None,
         ops: Ops,
         *,
         compiled: bool = False,
     ) -> None:
-        """With ``compiled`` torch.compile gets what lies between attention calls; blocks must be made of torch's own
-        operations then, without scratch memory. Mixtures of experts depend on the data and stay as they are."""
+        """Without ``head`` there are hidden states only. With ``compiled`` torch.compile gets what lies between
+        attention calls; blocks must be made of torch's own operations then, without scratch memory. Mixtures of experts
+        depend on the data and stay as they are."""
         self._spec, self._embedding, self._blocks = spec, embedding, blocks
         self._norm, self._head, self._ops = norm, head, ops
         self._pieces = [(block.before, block.after) for block in blocks]
@@ -69,6 +70,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, vocab_size]`` of hidden states after the final norm."""
+        assert self._head is not None, "a model that classifies has no logits"
         logits = self._head(hidden)
         cap = self._spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -82,7 +84,8 @@ class Decoder:
     def weight_bytes(self) -> int:
         """Bytes of memory that the weights take; what is read from the file when it is needed takes none."""
         blocks = sum(block.weights.num_bytes for block in self._blocks)
-        return blocks + self._embedding.weight_bytes + self._norm.nbytes + self._head.weight_bytes
+        head = 0 if self._head is None else self._head.weight_bytes
+        return blocks + self._embedding.weight_bytes + self._norm.nbytes + head
 
 
 def _compiled(piece: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,6 +66,14 @@ class Family:
     fields: frozenset[str]
     activation: str = "hidden_act"
 
+    @property
+    def classifier(self) -> str:
+        """The class with a head for scores of sequences in place of the language model's."""
+        stem = (
+            "Gemma3Text" if self.architecture == "Gemma3ForCausalLM" else self.architecture.removesuffix("ForCausalLM")
+        )
+        return f"{stem}ForSequenceClassification"
+
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -120,8 +128,8 @@ def problem(config: Mapping[str, Any], *, known: Collection[str] | None = None) 
     if family is None:
         return f"its model_type {model_type!r} is not one of {', '.join(FAMILIES)}"
     architectures = config.get("architectures") or [family.architecture]
-    if family.architecture not in architectures:
-        return f"its architectures {architectures!r} are not {family.architecture}"
+    if not {family.architecture, family.classifier} & set(architectures):
+        return f"its architectures {architectures!r} are neither {family.architecture} nor {family.classifier}"
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
         return f"its weights are quantised{f' in {method}' if method else ''} (quantization_config)"

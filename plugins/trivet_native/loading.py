@@ -30,6 +30,7 @@ logger = logging.getLogger("trivet.model")
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head"
+SCORE = "score.weight"
 _MAX_NAMES = 6
 
 
@@ -79,6 +80,12 @@ class Loader:
     def final_norm(self) -> Tensor:
         """The weights of the norm before the head."""
         return self._norm("model.norm", self._spec.hidden_size)
+
+    def score_head(self) -> Tensor:
+        """The matrix ``[num_labels, hidden_size]`` of a model that classifies sequences, in float32."""
+        weights = self._weights
+        weights.expect(SCORE, (weights.shape(SCORE)[0], self._spec.hidden_size))
+        return weights.tensor(SCORE, torch.float32).clone().to(self._device)
 
     def block(self, index: int) -> Block:
         """Layer ``index``."""

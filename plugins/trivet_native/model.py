@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from trivet.errors import ModelLoadError
+from trivet.model_defaults import pooling_defaults
+from trivet.plan import Task
 from trivet.roles.kv import LayerKVSpec
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
 from trivet_kernels.ops import ops_for
 from trivet_kernels.reference.ops import ReferenceOps
 from trivet_native.decoder import Decoder
 from trivet_native.families import make_spec
+from trivet_native.fields import FAMILIES
 from trivet_native.loading import Loader
 from trivet_native.rope import rope_table
 from trivet_torch.dtypes import resolve_dtype
@@ -22,6 +26,7 @@ from trivet_torch.weights.stored import open_weights
 
 if TYPE_CHECKING:
     from trivet.context import WorkerContext
+    from trivet.plan import Int32, NewRequest
     from trivet.roles import Attention, AttentionMetadata, KVLayout
     from trivet_kernels.ops import Ops
     from trivet_native.options import NativeOptions
@@ -59,9 +64,13 @@ class NativeModel(Model):
         self._dtype = resolve_dtype(config.dtype, name, self._context.device)
         self._weights = weights = open_weights(name, trust_remote_code=config.trust_remote_code)
         self._spec = spec = make_spec(name, weights.config)
+        location = Path(weights.location)
+        pooling_type, normalizes = pooling_defaults(location) if location.is_dir() else ("last", True)
         self._max_len = min(spec.max_positions, config.max_model_len or spec.max_positions)
         check_rope(name, weights.config, self._max_len)
         self._layers = [_limited(layer, self._max_len) for layer in spec.layers]
+        self._score: torch.Tensor | None = None
+        self._pooling: dict[int, int] = {}
         self._decoder = self._build(weights, device)
         self.capturable = self._can_be_recorded(device)
         return ModelInfo(
@@ -71,8 +80,12 @@ class NativeModel(Model):
             num_layers=len(spec.layers),
             hidden_size=spec.hidden_size,
             dtype=self._dtype_name,
-            architecture=spec.architecture,
-            tasks=("generate", "embed"),
+            architecture=self._architecture,
+            tasks=self._tasks,
+            num_labels=0 if self._score is None else len(self._score),
+            problem_type=getattr(weights.config, "problem_type", None),
+            pooling_type=pooling_type,
+            normalizes=normalizes,
         )
 
     def _build(self, weights: StoredWeights, device: torch.device) -> Decoder:
@@ -94,19 +107,40 @@ class NativeModel(Model):
             loader.embedding(),
             [loader.block(index) for index in range(len(spec.layers))],
             loader.final_norm(),
-            loader.head(),
+            None if self._classifies else loader.head(),
             ops,
             compiled=compiled,
         )
         loader.finish()
+        if self._classifies:
+            self._score = loader.score_head()
         return decoder
 
     def _can_be_recorded(self, device: torch.device) -> bool:
+    @property
+    def _classifies(self) -> bool:
+        """Whether the model has a head for scores of sequences instead of one for tokens."""
+        assert self._weights is not None
+        architectures = getattr(self._weights.config, "architectures", None) or [self._spec.architecture]
+        return self._spec.architecture not in architectures
+
+    @property
+    def _architecture(self) -> str:
+        assert self._weights is not None
+        return FAMILIES[self._weights.config.model_type].classifier if self._classifies else self._spec.architecture
+
+    @property
+    def _tasks(self) -> tuple[str, ...]:
+        if self._score is None:
+            return ("generate", "embed")
+        return ("embed", "classify", "score") if len(self._score) == 1 else ("embed", "classify")
+
         """See :attr:`Model.capturable`. On a CPU embeddings are read from the file; with experts their counts are read;
         what a quantization provider computes is not known here."""
         return (
             device.type != "cpu"
             and not self._options.compile
+            and not self._classifies
             and self._context.get("quantization") is None
             and all(layer.experts is None for layer in self._spec.layers)
         )
@@ -126,7 +160,7 @@ class NativeModel(Model):
     @property
     def weight_bytes(self) -> int:
         """Bytes of memory that the weights take; embeddings that are read from their file take none."""
-        return self._decoder.weight_bytes
+        return self._decoder.weight_bytes + (0 if self._score is None else self._score.nbytes)
 
     def shutdown(self) -> None:
         if self._weights is not None:
@@ -136,6 +170,21 @@ class NativeModel(Model):
     # ------------------------------------------------------------------ a step
 
     @torch.inference_mode()
+    def add(self, request: NewRequest) -> None:
+        if request.task != Task.GENERATE:
+            self._pooling[request.slot] = request.task
+
+    def remove(self, slot: int) -> None:
+        self._pooling.pop(slot, None)
+
+    @torch.inference_mode()
+    def pool(self, hidden: Any, last: Int32, slots: Int32) -> Any:
+        """See :meth:`Model.pool`: ``[n, num_labels]`` in float32 where scores are asked for."""
+        chosen = hidden[last.tolist()]
+        if self._score is None or self._pooling[int(slots[0])] == Task.EMBED:
+            return chosen
+        return chosen.float() @ self._score.t()
+
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if batch.multimodal or (batch.adapters is not None and (batch.adapters >= 0).any()):
             raise ValueError("the native model serves neither multimodal inputs nor adapters")
@@ -154,6 +203,8 @@ class NativeModel(Model):
         elif len(rows):
             chosen = self._decoder.final_norm(residual[rows])
         if len(rows):
+        if self._score is not None:  # there is nothing to sample from
+            return ForwardOutput(None, hidden, outputs)
             logits = self._decoder.logits(chosen)
         else:
             logits = torch.empty(0, self._spec.vocab_size, dtype=self._dtype, device=residual.device)
