@@ -15,7 +15,7 @@ from trivet.errors import EngineUnhealthyError, RequestError
 from trivet.output.merge import merge_outputs
 from trivet.output.stage import Output, OutputStage
 from trivet.output.thread import OutputThread
-from trivet.submission import AnyParams, Preparer, Submission, eos_token_ids
+from trivet.submission import AnyParams, Preparer, Submission, default_sampling_params, eos_token_ids
 from trivet_schemas.outputs import BeamSearchOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from trivet_schemas.sampling import BeamSearchParams, PoolingParams, SamplingParams
 
@@ -96,6 +96,7 @@ class AsyncEngine:
         self._output: OutputThread | None = None
         self._preparer: Preparer | None = None
         self._engine: Engine | None = None
+        self._defaults: SamplingParams | None = None
         self._fault: str | None = None
         self._starting = threading.Lock()
         self._active: dict[str, Submission] = {}  # requests whose last output was not delivered
@@ -188,6 +189,16 @@ class AsyncEngine:
         """Most tokens of prompt and output together."""
         return self.engine.max_model_len
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters are sampled with, see :meth:`trivet.LLM.get_default_sampling_params`.
+
+        Raises:
+            RuntimeError: Before the start.
+        """
+        if self._defaults is None:
+            self._defaults = default_sampling_params(self.engine)
+        return self._defaults.model_copy()
+
     # ------------------------------------------------------------------ requests
 
     def generate(
@@ -206,7 +217,7 @@ class AsyncEngine:
 
         Args:
             prompt: Text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
-            sampling_params: None: the defaults.
+            sampling_params: None: :meth:`get_default_sampling_params`.
             request_id: Unique among unfinished requests; None makes one.
             priority: Lower runs first under a scheduling policy that looks at it; None: the parameters' own.
 
@@ -214,8 +225,9 @@ class AsyncEngine:
             RequestError: If the request is refused; when the iteration begins, like the next.
             EngineUnhealthyError: If the engine is not running.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
-        return cast("AsyncGenerator[RequestOutput, None]", self._run(lambda _: prompt, params, request_id, priority))
+        return cast(
+            "AsyncGenerator[RequestOutput, None]", self._run(lambda _: prompt, sampling_params, request_id, priority)
+        )
 
     def chat(
         self,
@@ -233,8 +245,7 @@ class AsyncEngine:
             text = tokenizer.chat(messages, **template)
             return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
-        params = SamplingParams() if sampling_params is None else sampling_params
-        return cast("AsyncGenerator[RequestOutput, None]", self._run(prompt, params, request_id, priority))
+        return cast("AsyncGenerator[RequestOutput, None]", self._run(prompt, sampling_params, request_id, priority))
 
     async def beam_search(
         self,
@@ -316,7 +327,7 @@ class AsyncEngine:
     async def _run(
         self,
         prompt: Callable[[Preparer], PromptType],
-        params: AnyParams,
+        params: AnyParams | None,
         request_id: str | None,
         priority: int | None,
     ) -> AsyncGenerator[Output, None]:
@@ -328,7 +339,8 @@ class AsyncEngine:
         assert preparer is not None
 
         def prepare() -> Submission:
-            return preparer.prepare(request_id or uuid.uuid4().hex, prompt(preparer), params, priority=priority)
+            given = self.get_default_sampling_params() if params is None else params
+            return preparer.prepare(request_id or uuid.uuid4().hex, prompt(preparer), given, priority=priority)
 
         # Rendering and tokenising a long text takes a while, in which other streams go on.
         async for output in self._follow(await asyncio.to_thread(prepare), arrival):

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from trivet.batch import run_batch
 from trivet.beam_search import BeamSearch, search_all, step_params, whole_params
 from trivet.engine import Engine
 from trivet.errors import RequestError
-from trivet.output.stage import Output, OutputStage
-from trivet.submission import AnyParams, Preparer, Submission, eos_token_ids, single_prompt
+from trivet.output.stage import OutputStage
+from trivet.progress import Progress, UseTqdm
+from trivet.scoring import cosine_score, head_score, joined_prompt, pair_up
+from trivet.submission import AnyParams, Preparer, Submission, default_sampling_params, eos_token_ids, single_prompt
 from trivet.watchdog import Monitor
 from trivet_schemas.errors import ParameterError
 from trivet_schemas.outputs import (
     BeamSearchOutput,
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    ScoringRequestOutput,
 )
 from trivet_schemas.sampling import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 
@@ -32,7 +37,6 @@ if TYPE_CHECKING:
     from trivet_schemas.prompts import PromptType
 
 Message = Mapping[str, Any]
-UseTqdm = bool | Callable[..., Any]
 
 
 class LLM:
@@ -120,6 +124,7 @@ class LLM:
             eos_token_ids=eos_token_ids(engine),
         )
         self._eos_ids = eos_token_ids(engine)
+        self._defaults: SamplingParams | None = None
         self._lock = threading.Lock()
         self._next_id = 0
         self._monitor = Monitor(engine, lambda _: None)  # it logs what it finds, and the engine takes no more work
@@ -232,7 +237,7 @@ class LLM:
                 for index, item in enumerate(items)
             ]
             together = concurrency_limit or len(searches) or 1
-            with _Progress(len(items), use_tqdm) as progress:
+            with Progress(len(items), use_tqdm) as progress:
                 for start in range(0, len(searches), together):
                     search_all(
                         searches[start : start + together],
@@ -251,7 +256,8 @@ class LLM:
         *,
         use_tqdm: UseTqdm = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pool the hidden states of each prompt: ``outputs.data`` is ``[dim]`` float32. Else like :meth:`generate`."""
+        """Pool the hidden states of each prompt as ``pooling_params`` say: ``outputs.data`` is ``[dim]`` float32 (None
+        after an error). Else like :meth:`generate`."""
         params = PoolingParams() if pooling_params is None else pooling_params
         return self._run(prompts, params, PoolingParams, use_tqdm, None, PoolingRequestOutput)
 
@@ -262,20 +268,73 @@ class LLM:
         *,
         use_tqdm: UseTqdm = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Like :meth:`encode`, with ``outputs.embedding`` a list of floats (empty after an error)."""
-        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm)
+        """Embed each prompt: ``outputs.embedding`` is a list of floats (empty after an error). Else like
+        :meth:`encode`."""
+        outputs = self.encode(prompts, _for_task(pooling_params, "embed"), use_tqdm=use_tqdm)
         return [
             EmbeddingRequestOutput(
-                o.request_id,
-                EmbeddingOutput([] if o.outputs.data is None else o.outputs.data.tolist()),
-                o.prompt_token_ids,
-                o.finished,
-                o.num_cached_tokens,
-                o.metrics,
-                o.error,
+                *_facts(o, EmbeddingOutput([] if o.outputs.data is None else o.outputs.data.tolist()))
             )
             for o in outputs
         ]
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+    ) -> list[ClassificationRequestOutput]:
+        """Classify each prompt: ``outputs.probs`` are the probabilities of the classes (empty after an error), or the
+        scores of the model's head with ``use_activation=False``. Else like :meth:`encode`.
+
+        Raises:
+            RequestError: Also if the model has no head for classes.
+        """
+        outputs = self.encode(prompts, _for_task(pooling_params, "classify"), use_tqdm=use_tqdm)
+        return [
+            ClassificationRequestOutput(
+                *_facts(o, ClassificationOutput([] if o.outputs.data is None else o.outputs.data.tolist()))
+            )
+            for o in outputs
+        ]
+
+    def score(
+        self,
+        text_1: PromptType | Sequence[PromptType],
+        text_2: PromptType | Sequence[PromptType],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: UseTqdm = True,
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs of texts: one with each of several, or each with its counterpart.
+
+        A model with a head for one score reads both texts as one prompt and says how well they go together; of other
+        models it is the cosine of the texts' embeddings, each of which is computed once.
+
+        Args:
+            text_1: One text, or as many as ``text_2``.
+            text_2: One text or several.
+            pooling_params: ``use_activation`` for a head, or how texts are embedded.
+            use_tqdm: Show a progress bar; or a function that makes one.
+
+        Raises:
+            RequestError: If a text is refused, the numbers do not fit, or the model's head has several scores.
+        """
+        first, second = _as_list(text_1), _as_list(text_2)
+        pairs = pair_up(first, second)
+        tasks = self.engine.model.tasks
+        if "score" in tasks:
+            prompts = [joined_prompt(self.engine.tokenizer, first[i], second[j]) for i, j in pairs]
+            params = _for_task(pooling_params, "score")
+            return [head_score(output) for output in self.encode(prompts, params, use_tqdm=use_tqdm)]  # type: ignore[arg-type]
+        if "classify" in tasks:
+            raise RequestError(
+                f"this model has {self.engine.model.num_labels} classes and no single score; use LLM.classify",
+                param="task",
+            )
+        outputs = self.encode([*first, *second], _for_task(pooling_params, "embed"), use_tqdm=use_tqdm)
+        return [cosine_score(outputs[i], outputs[len(first) + j]) for i, j in pairs]
 
     # ------------------------------------------------------------------ the rest
 
@@ -284,8 +343,12 @@ class LLM:
         return self._preparer.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What :meth:`generate` uses when it is given none: the defaults of :class:`SamplingParams`."""
-        return SamplingParams()
+        """A copy of what :meth:`generate` and :meth:`chat` use when they are given none: what the model's
+        ``generation_config.json`` recommends (temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens),
+        and the defaults of :class:`SamplingParams` for the rest; ``generation_config="vllm"`` leaves the file out."""
+        if self._defaults is None:
+            self._defaults = default_sampling_params(self.engine)
+        return self._defaults.model_copy()
 
     def timeline(self, request_id: str) -> RequestTimeline | None:
         """The whole story of a request that ended not long ago, see :meth:`trivet.Engine.timeline`: what it waited for,
@@ -334,7 +397,7 @@ class LLM:
                 self._prepare(item, each[i], None if priority is None else priority[i], i, len(items))
                 for i, item in enumerate(items)
             ]
-            with _Progress(len(items), use_tqdm) as progress:
+            with Progress(len(items), use_tqdm) as progress:
                 outputs = run_batch(self.engine, self._stage, submissions, progress.report)
         assert all(isinstance(output, result) for output in outputs)
         return outputs
@@ -352,39 +415,26 @@ class LLM:
         return submission
 
 
-class _Progress:
-    """A progress bar over requests, or nothing."""
+def _for_task(params: Any, task: Literal["embed", "classify", "score"]) -> Any:
+    """``params`` with ``task``; what is no parameter is refused later."""
+    if params is None:
+        return PoolingParams(task=task)
+    if isinstance(params, PoolingParams):
+        return params if params.task == task else params.replace(task=task)
+    return [_for_task(one, task) for one in params] if isinstance(params, Sequence) else params
 
-    def __init__(self, total: int, use_tqdm: UseTqdm) -> None:
-        self._bar: Any = None
-        self._tokens = 0
-        if use_tqdm:
-            if callable(use_tqdm):
-                make = use_tqdm
-            else:
-                from tqdm.auto import tqdm as make
-            self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
 
-    def report(self, output: Output) -> None:
-        if self._bar is None:
-            return
-        if isinstance(output, RequestOutput):
-            self._tokens += sum(len(o.token_ids) for o in output.outputs)
-            elapsed = self._bar.format_dict["elapsed"] if hasattr(self._bar, "format_dict") else 0
-            if elapsed:
-                self._bar.set_postfix_str(f"{self._tokens / elapsed:.1f} output tokens/s", refresh=False)
-        self.advance()
-
-    def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.update(1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+def _facts(output: PoolingRequestOutput[PoolingOutput], outputs: Any) -> tuple[Any, ...]:
+    """The fields of ``output`` in order, with other ``outputs``."""
+    return (
+        output.request_id,
+        outputs,
+        output.prompt_token_ids,
+        output.finished,
+        output.num_cached_tokens,
+        output.metrics,
+        output.error,
+    )
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -162,6 +162,17 @@ def eos_token_ids(engine: Engine) -> frozenset[int]:
     return frozenset((*engine.model.eos_token_ids, *own))
 
 
+def default_sampling_params(engine: Engine) -> SamplingParams:
+    """What a request without parameters is sampled with: the model's own recommendation, see ``generation_config``.
+
+    Raises:
+        trivet.errors.ModelLoadError: The file that recommends is missing or damaged.
+    """
+    from trivet.model_defaults import default_sampling_values
+
+    return SamplingParams(**default_sampling_values(engine.config))
+
+
 def request_error(error: ParameterError, where: str = "") -> RequestError:
     """The refusal of a request that a broken rule of its parameters or prompt makes."""
     param = error.problems[0].path or None if error.problems else None

@@ -76,6 +76,15 @@ class HFTokenizer(Tokenizer):
             raise RequestError(f"prompt: {_why_no_text(text)}", param="prompt") from None
         return ids
 
+    def encode_pair(self, text: str, other: str) -> list[int]:
+        try:
+            ids: list[int] = self._backend.encode(text, other).ids
+        except (TypeError, UnicodeEncodeError):
+            for part in (text, other):
+                self.encode(part)  # says which of them is no text, and why
+            raise
+        return ids
+
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:

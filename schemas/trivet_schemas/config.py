@@ -152,6 +152,10 @@ class EngineConfig(Section):
     """Run Python code that comes with the model."""
     chat_template: _Text | None = None
     """Chat template: a file, or the Jinja text itself; None takes the tokenizer's."""
+    generation_config: _Text = "auto"
+    """Where the sampling parameters of calls that give none come from: ``auto`` takes what the model's
+    ``generation_config.json`` recommends, as vLLM does, ``vllm`` the defaults of :class:`SamplingParams`, and a folder
+    the file that it holds."""
     served_model_name: _Text | Annotated[list[_Text], Field(min_length=1)] | None = None
     """Names under which the server offers the model; None takes ``model``."""
     plugins: Annotated[dict[str, PluginSelection | list[PluginSelection]], BeforeValidator(_parse_plugins)] = Field(

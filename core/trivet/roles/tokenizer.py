@@ -47,6 +47,11 @@ class Tokenizer(Role):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; special tokens written in it are recognised."""
 
+    def encode_pair(self, text: str, other: str) -> list[int]:
+        """Ids of two texts that a model reads together, with the special tokens that belong around and between them;
+        by default the one behind the other."""
+        return [*self.encode(text), *self.encode(other, add_special_tokens=False)]
+
     @abstractmethod
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

@@ -17,6 +17,7 @@ from trivet.result import Pooled, PromptLogprobs, TokenLogprobs
 from trivet.roles.model import ModelInfo
 from trivet.roles.tokenizer import Detokenizer, Tokenizer
 from trivet.state import Request
+from trivet_schemas.config import EngineConfig
 from trivet_schemas.sampling import PoolingParams
 
 EOS = 0
@@ -125,7 +126,7 @@ class ScriptedEngine:
         self.scripts, self.tokenizer, self.max_model_len = scripts, tokenizer, max_model_len
         self.chunks, self.max_queued = list(chunks), max_queued
         self.model = ModelInfo(vocab_size=1000, max_model_len=max_model_len, eos_token_ids=(EOS,))
-        self.config = SimpleNamespace(seed=0, model="scripted")
+        self.config = EngineConfig(model="scripted", generation_config="vllm")
         self.faults: dict[tuple[int, ...], tuple[int, str]] = {}
         self.requests: dict[str, Request] = {}
         self.given: dict[str, int] = {}

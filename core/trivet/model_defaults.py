@@ -1,0 +1,117 @@
+"""What a model's own files say about how it is to be used: sampling parameters, and how embeddings are made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trivet.errors import ModelLoadError, TrivetError
+from trivet.model_source import is_hub_id, resolve_model
+from trivet_schemas.errors import ParameterError
+from trivet_schemas.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from trivet_schemas.config import EngineConfig
+
+_GENERATION_FILE = "generation_config.json"
+#: fields of transformers' generation configuration that have a counterpart, as in vLLM
+_SAMPLING_FIELDS = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+_POOLING_MODES = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+}
+
+
+def default_sampling_values(config: EngineConfig) -> dict[str, Any]:
+    """The sampling parameters that ``generation_config.json`` recommends, by their names in :class:`SamplingParams`.
+
+    ``config.generation_config`` says where it is: ``auto`` looks beside the model, ``vllm`` nowhere, anything else is a
+    folder. A GGUF file recommends nothing.
+
+    Raises:
+        ModelLoadError: The folder that was named has no such file, or the file holds what cannot be a parameter.
+    """
+    source = config.generation_config
+    if source == "vllm":
+        return {}
+    folder = _model_folder(config) if source == "auto" else Path(source).expanduser()
+    path = None if folder is None else folder / _GENERATION_FILE
+    if path is None or not path.is_file():
+        if source == "auto":
+            return {}
+        raise ModelLoadError(f"generation_config: {path} does not exist; name a folder that holds one, auto or vllm")
+    given = _read(path)
+    values = {ours: given[name] for name, ours in _SAMPLING_FIELDS.items() if given.get(name) is not None}
+    try:
+        SamplingParams(**values)
+    except ParameterError as error:
+        raise ModelLoadError(
+            f"{path}: {error}; correct it, or set generation_config to vllm, which ignores it"
+        ) from None
+    return values
+
+
+def pooling_defaults(folder: Path) -> tuple[str, bool]:
+    """How embeddings of the model in ``folder`` are meant: the tokens that count (``last``, ``cls`` or ``mean``), and
+    whether they have length 1.
+
+    Models for sentence-transformers list the steps in ``modules.json``. Without it: the last token, and length 1.
+
+    Raises:
+        ModelLoadError: A file is damaged, or asks for pooling of another kind.
+    """
+    listing = folder / "modules.json"
+    if not listing.is_file():
+        return "last", True
+    kind, normalizes = "last", False
+    modules = _read(listing, list)
+    for module in modules:
+        step = str(module.get("type", "")) if isinstance(module, dict) else ""
+        if step.endswith(".Normalize"):
+            normalizes = True
+        elif step.endswith(".Pooling"):
+            path = folder / str(module.get("path", "")) / "config.json"
+            chosen = [name for name, value in _read(path).items() if name.startswith("pooling_mode_") and value is True]
+            if len(chosen) != 1 or chosen[0] not in _POOLING_MODES:
+                known = ", ".join(_POOLING_MODES)
+                raise ModelLoadError(
+                    f"{path}: pools by {', '.join(chosen) or 'nothing'}; embeddings are made by one of {known}"
+                )
+            kind = _POOLING_MODES[chosen[0]]
+    return kind, normalizes
+
+
+def _model_folder(config: EngineConfig) -> Path | None:
+    """The folder of the model's files on this machine; None for a single file, and where there is no such model."""
+    if is_hub_id(config.model):
+        try:
+            from huggingface_hub import try_to_load_from_cache
+        except ImportError:  # then the model came from elsewhere
+            return None
+        name, _, revision = config.model.partition("@")
+        found: Any = try_to_load_from_cache(name, _GENERATION_FILE, revision=config.revision or revision or None)
+        return Path(found).parent if isinstance(found, str) else None
+    try:
+        location = resolve_model(config.model)
+    except TrivetError:  # a model that its provider makes of nothing
+        return None
+    return location.path if location.kind == "hf" else None
+
+
+def _read(path: Path, kind: type[Any] = dict) -> Any:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {path}: {error}; download the model again") from error
+    if not isinstance(value, kind):
+        raise ModelLoadError(f"{path} must hold a JSON {kind.__name__}, got {type(value).__name__}")
+    return value
