@@ -21,10 +21,10 @@ class _Common(Options):
 class Int8Options(_Common):
     """Weights of eight bits, symmetric about zero."""
 
-    activation_group: Literal[32, 64, 128] | None = 64
+    activation_group: Literal[32, 64, 128] | None = 128
     """Values of an activation that share a scale, at least as many as share one of the weights', unless those have one
     for the whole row. None: the whole row, which is least accurate."""
-    group: Literal[32, 64, 128] | None = 64
+    group: Literal[32, 64, 128] | None = 128
     """Values of a row that share a scale. The longer, the faster and the less accurate; with 32 blocks of a GGUF file
     are taken over without loss. None: the whole row."""
     lm_head: bool = True
