@@ -77,15 +77,15 @@ class Loader:
         name = EMBEDDING.removesuffix(".weight") if is_tied else HEAD
         return self._linear([name], [spec.vocab_size], spec.hidden_size, named=HEAD)
 
-    def final_norm(self) -> Tensor:
-        """The weights of the norm before the head."""
-        return self._norm("model.norm", self._spec.hidden_size)
-
     def score_head(self) -> Tensor:
         """The matrix ``[num_labels, hidden_size]`` of a model that classifies sequences, in float32."""
         weights = self._weights
         weights.expect(SCORE, (weights.shape(SCORE)[0], self._spec.hidden_size))
         return weights.tensor(SCORE, torch.float32).clone().to(self._device)
+
+    def final_norm(self) -> Tensor:
+        """The weights of the norm before the head."""
+        return self._norm("model.norm", self._spec.hidden_size)
 
     def block(self, index: int) -> Block:
         """Layer ``index``."""

@@ -111,12 +111,11 @@ class NativeModel(Model):
             ops,
             compiled=compiled,
         )
-        loader.finish()
         if self._classifies:
             self._score = loader.score_head()
+        loader.finish()
         return decoder
 
-    def _can_be_recorded(self, device: torch.device) -> bool:
     @property
     def _classifies(self) -> bool:
         """Whether the model has a head for scores of sequences instead of one for tokens."""
@@ -135,12 +134,13 @@ class NativeModel(Model):
             return ("generate", "embed")
         return ("embed", "classify", "score") if len(self._score) == 1 else ("embed", "classify")
 
+    def _can_be_recorded(self, device: torch.device) -> bool:
         """See :attr:`Model.capturable`. On a CPU embeddings are read from the file; with experts their counts are read;
         what a quantization provider computes is not known here."""
         return (
             device.type != "cpu"
-            and not self._options.compile
             and not self._classifies
+            and not self._options.compile
             and self._context.get("quantization") is None
             and all(layer.experts is None for layer in self._spec.layers)
         )
@@ -169,7 +169,6 @@ class NativeModel(Model):
 
     # ------------------------------------------------------------------ a step
 
-    @torch.inference_mode()
     def add(self, request: NewRequest) -> None:
         if request.task != Task.GENERATE:
             self._pooling[request.slot] = request.task
@@ -185,6 +184,7 @@ class NativeModel(Model):
             return chosen
         return chosen.float() @ self._score.t()
 
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if batch.multimodal or (batch.adapters is not None and (batch.adapters >= 0).any()):
             raise ValueError("the native model serves neither multimodal inputs nor adapters")
@@ -202,9 +202,9 @@ class NativeModel(Model):
             chosen = hidden[rows]
         elif len(rows):
             chosen = self._decoder.final_norm(residual[rows])
-        if len(rows):
         if self._score is not None:  # there is nothing to sample from
             return ForwardOutput(None, hidden, outputs)
+        if len(rows):
             logits = self._decoder.logits(chosen)
         else:
             logits = torch.empty(0, self._spec.vocab_size, dtype=self._dtype, device=residual.device)
