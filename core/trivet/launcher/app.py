@@ -14,6 +14,7 @@ from trivet.launcher.bench import bench_app
 from trivet.launcher.chat import chat
 from trivet.launcher.config import config_app
 from trivet.launcher.errors import exit_code, set_up_logging
+from trivet.launcher.explain import explain
 from trivet.launcher.generate import generate
 from trivet.launcher.options import Settings
 from trivet.launcher.plugins import plugins_app
@@ -45,6 +46,7 @@ app = typer.Typer(
 )
 app.command(name="generate")(generate)
 app.command(name="chat")(chat)
+app.command(name="explain")(explain)
 app.add_typer(plugins_app, name="plugins")
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
