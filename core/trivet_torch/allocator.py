@@ -56,13 +56,39 @@ def release_code(maps: Path = Path("/proc/self/maps")) -> None:
             madvise(start, end - start, _MADV_DONTNEED)
 
 
+class Trimmer:
+    """Gives back, now and then, what steps have freed.
+
+    Results of a step take megabytes and come from the heap, between the small objects of the engine that stay. So what
+    one step leaves free is not always what the next one needs, and the heap grows although no more of it is in use than
+    before. Giving it back costs the next step some milliseconds for new pages: it is done after steps of many tokens,
+    which take far longer, and once in many small ones.
+    """
+
+    #: tokens that make a step a long one
+    MANY_TOKENS = 256
+    #: small steps between two times
+    EVERY = 64
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def stepped(self, num_tokens: int) -> None:
+        """A step of ``num_tokens`` has ended."""
+        self._steps += 1
+        if num_tokens >= self.MANY_TOKENS or self._steps >= self.EVERY:
+            self._steps = 0
+            trim()
+
+
 @contextmanager
 def loading() -> Iterator[None]:
     """While weights are brought into their final form in the CPU's memory: large blocks are mappings of their own.
 
     Packing allocates pieces between weights that stay; from one heap the pieces would leave gaps, which never leave
-    memory. What was freed before and within is given back at both ends, and before also code that has run. With glibc this fixes the thresholds of the
-    whole process, which it otherwise adapts; nothing is changed where the environment sets them.
+    memory. What was freed before and within is given back at both ends, before also code that has run. With glibc this
+    fixes the thresholds of the whole process, which it otherwise adapts; nothing is changed where the environment sets
+    them.
     """
     release_code()
     mallopt = getattr(_libc(), "mallopt", None)

@@ -16,7 +16,7 @@ from trivet.roles import DraftInputs, MemoryEstimate
 from trivet.worker import PersistentBatch, StepRunner, forward_batch, prepare_inputs
 from trivet_schemas.options import format_size
 from trivet_schemas.sampling import SamplingParams
-from trivet_torch.allocator import loading
+from trivet_torch.allocator import Trimmer, loading
 from trivet_torch.graphs import CudaBackend, DecodeGraphs, GraphBackend, default_sizes
 from trivet_torch.memory import available_bytes, device_memory, workspace_bytes
 from trivet_torch.options import RunnerOptions
@@ -71,6 +71,7 @@ class TorchRunner(StepRunner):
         super().__init__(context)
         self._options = options
         self._graphs: DecodeGraphs | None = None
+        self._trimmer = Trimmer()
         self.grammar_threads = options.grammar_threads
 
     def load(self) -> WorkerInfo:
@@ -130,7 +131,10 @@ class TorchRunner(StepRunner):
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """See :meth:`trivet.roles.Runner.execute`."""
-        return super().execute(plan)
+        result = super().execute(plan)
+        if self._device.type == "cpu":
+            self._trimmer.stepped(plan.num_tokens)
+        return result
 
     def _forward(self, batch: ForwardBatch) -> ForwardOutput:
         if self._graphs is not None and (output := self._graphs.forward(batch)) is not None:

@@ -62,6 +62,7 @@ DECLINED: dict[str, dict[str, Any]] = {
     "unknown field": {"model_type": "llama", "expert_parallel": 3},
     "unknown field of no value": {"model_type": "llama", "expert_parallel": None},
     "quantised": {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
+    "another head": {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
     "code": {"model_type": "llama", "auto_map": {"AutoConfig": "own.Config"}},
     "rope": {"model_type": "llama", "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
     "scaled rope": {"model_type": "llama", **LEGACY, "rope_scaling": {"type": "linear", "factor": 2.0}},

@@ -201,6 +201,8 @@ def plain_config(values: Mapping[str, Any]) -> PlainConfig | None:
         return None
     if not all(checks[name](value) for name, value in given.items()):
         return None
+    if not all(name.endswith("ForCausalLM") for name in given.get("architectures") or ()):
+        return None  # what other heads have (labels) is derived from several fields
     return _completed({name: default for name, (default, _) in has.items()} | given)
 
 

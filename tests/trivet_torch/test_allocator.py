@@ -1,0 +1,98 @@
+"""Memory that is not needed any more goes back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trivet_torch import allocator
+from trivet_torch.allocator import Trimmer, release_code
+
+GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim")
+
+SETTINGS = """
+import ctypes, json, sys
+from trivet_torch.allocator import loading
+
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) / 1024
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def taken(size):
+    address = libc.malloc(size)
+    ctypes.memset(address, 1, size)
+    return address
+
+def packing():
+    # As packing does: a large piece, a result that stays, and the piece is freed.
+    for _ in range(30):
+        piece = taken(4 << 20)
+        kept.append(taken(2 << 20))
+        libc.free(piece)
+        piece = taken(6 << 20)
+        kept.append(taken(2 << 20))
+        libc.free(piece)
+
+kept = []
+libc.free(taken(30 << 20))  # from here on glibc takes blocks of this size from the heap
+before = resident()
+with loading():
+    packing()
+print(json.dumps(resident() - before - len(kept) * 2))
+"""
+
+
+@pytest.mark.skipif(not GLIBC, reason="another C library than glibc")
+def test_pieces_of_packing_leave_no_gaps() -> None:
+    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, check=True, timeout=100)
+    assert json.loads(done.stdout) < 4  # MiB
+
+
+def test_code_that_has_run_leaves_memory_and_runs_again() -> None:
+    if not Path("/proc/self/maps").is_file():
+        pytest.skip("the system does not tell what is mapped")
+    code = (
+        "import sys, torch\n"
+        "from trivet_torch.allocator import release_code\n"
+        "def resident():\n"
+        "    with open('/proc/self/status') as status:\n"
+        "        return next(int(line.split()[1]) for line in status if line.startswith('RssFile:'))\n"
+        "before = resident()\n"
+        "release_code()\n"
+        "after = resident()\n"
+        "assert torch.ones(3, 3).mm(torch.ones(3, 3)).sum() == 27\n"
+        "print(before, after)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    before, after = map(int, done.stdout.split())
+    assert after < before / 2
+
+
+def test_without_a_list_of_mappings_nothing_is_released(tmp_path: Path) -> None:
+    release_code(tmp_path / "maps")
+
+
+def test_memory_is_trimmed_after_long_steps_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[None] = []
+    monkeypatch.setattr(allocator, "trim", lambda: trims.append(None))
+    trimmer = Trimmer()
+
+    def trims_after(*steps: int) -> int:
+        for num_tokens in steps:
+            trimmer.stepped(num_tokens)
+        return len(trims)
+
+    assert trims_after(*[1] * (Trimmer.EVERY - 1)) == 0
+    assert trims_after(Trimmer.MANY_TOKENS) == 1
+    assert trims_after(*[Trimmer.MANY_TOKENS - 1] * (Trimmer.EVERY - 1)) == 1
+    assert trims_after(1) == 2
+    assert trims_after(1) == 2
