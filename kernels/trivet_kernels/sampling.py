@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 #: largest vocabulary that the fused kernels take
 _MAX_FUSED = 1 << 19
+#: likeliest tokens that kernels list one after the other; for more torch sorts
+_MAX_LISTED, _MAX_FUSED_LISTED = 1024, 64
+#: logits that torch works on at once: few enough to stay in a processor's cache, or enough to fill a GPU
+_VALUES, _FUSED_VALUES = 1 << 20, 1 << 26
 #: rows that torch's operations draw from at once; float32 copies of their logits are held meanwhile
 _BLOCK = 64
 
@@ -87,6 +91,43 @@ def draw(
         host = drawn.cpu().numpy()
         ids[places], highest[places] = host[0], host[1].view(np.float32)
     return ids, highest
+
+
+def logprobs(
+    logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], count: int, size: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+    """Log-probabilities of tokens and of the most likely ones, as shares of all that the model gives logits for.
+
+    Args:
+        logits: ``[l, vocab_size]``, not changed.
+        rows: ``[n]`` of them.
+        tokens: ``[n]`` an id for each.
+        count: How many of the most likely ones to list, at most ``size``.
+        size: Ids that are listed and count for ranks.
+
+    Returns:
+        ``[n, 1 + count]`` ids, the token first, ``[n, 1 + count]`` logprobs, NaN where a row has NaN or infinite
+        logits, and ``[n]`` the token's rank, 1 = most likely.
+    """
+    native = _native() if logits.is_cpu else None
+    if native is not None and native.serves(logits) and count <= _MAX_LISTED:
+        return native.logprobs(logits, rows, tokens, count, size)
+    step = max(1, (_FUSED_VALUES if fused(logits) else _VALUES) // logits.shape[1])
+    index, ids = (torch.from_numpy(column).to(logits.device) for column in (rows, tokens))
+    blocks = [
+        _logprobs_of(logits[index[at : at + step]], ids[at : at + step], count, size)
+        for at in range(0, len(rows), step)
+    ]
+    found = [torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True)]
+    return found[0], found[1], found[2]
+
+
+def _logprobs_of(logits: Tensor, tokens: Tensor, count: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    if fused(logits) and count <= _MAX_FUSED_LISTED:
+        from trivet_kernels.triton import logprobs as kernels
+
+        return kernels.logprobs(logits, tokens, count, size)
+    return reference.logprobs(logits, tokens, count, size)
 
 
 def float_rows(logits: Tensor, rows: NDArray[np.int64], bitmask: Tensor | None, memory: Tensor | None) -> Tensor:

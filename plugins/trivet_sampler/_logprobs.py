@@ -9,20 +9,12 @@ import numpy as np
 import torch
 
 from trivet.result import TokenLogprobs
-from trivet_kernels.reference.sampling import grouped, top
-from trivet_kernels.sampling import fused
+from trivet_kernels import sampling as kernels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trivet.plan import Int32, Int64
-
-#: logits that are worked on at once: few enough to stay in a processor's cache
-_BLOCK = 1 << 20
-#: on a GPU, enough to fill it
-_FUSED_BLOCK = 1 << 26
-#: likeliest tokens that a GPU lists one after the other; more are sorted for
-_MAX_FUSED = 64
 
 
 @dataclass(slots=True)
@@ -50,14 +42,9 @@ def logprobs(logits: Tensor, wanted: list[Wanted], size: int) -> list[TokenLogpr
     out: dict[int, TokenLogprobs] = {}
     for k in {item.k for item in wanted}:
         members = [index for index, item in enumerate(wanted) if item.k == k]
-        rows = torch.from_numpy(np.concatenate([wanted[i].rows for i in members])).to(logits.device)
-        tokens = torch.from_numpy(np.concatenate([wanted[i].tokens for i in members])).to(logits.device)
-        step = max(1, (_FUSED_BLOCK if fused(logits) else _BLOCK) // logits.shape[1])
-        blocks = [
-            _block(logits[rows[at : at + step]], tokens[at : at + step], size if k < 0 else min(k, size), size)
-            for at in range(0, len(rows), step)
-        ]
-        ids, values, ranks = (torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))
+        rows = np.concatenate([wanted[i].rows for i in members])
+        tokens = np.concatenate([wanted[i].tokens for i in members])
+        ids, values, ranks = kernels.logprobs(logits, rows, tokens, size if k < 0 else min(k, size), size)
         at = 0
         for index in members:
             part = slice(at, at + len(wanted[index].rows))
@@ -80,20 +67,3 @@ def _with_asked(values: TokenLogprobs, logits: Tensor, rows: Int64, tokens: Int6
         np.concatenate([values.logprobs, found[:, 1:] + difference], 1),
         values.ranks,
     )
-
-
-def _block(logits: Tensor, tokens: Tensor, k: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    if fused(logits) and k <= _MAX_FUSED:
-        from trivet_kernels.triton import logprobs as kernels
-
-        return kernels.logprobs(logits, tokens, k, size)
-    logits = logits.float()
-    total = logits.logsumexp(1, keepdim=True)
-    ids = tokens[:, None]
-    chosen = logits.gather(1, ids)
-    ahead = (logits[:, :size] > chosen).sum(1)
-    values = chosen
-    if k > 0:
-        likeliest, likeliest_ids = top(grouped(logits, size), k)
-        ids, values = torch.cat([ids, likeliest_ids], 1), torch.cat([chosen, likeliest], 1)
-    return ids.int(), values - total, (ahead + 1).int()

@@ -33,6 +33,10 @@ _DRAW = np.dtype(
         ("unused", np.float32),
     ]
 )
+#: a row whose logprobs are wanted, as sampling_logprobs.c has it
+_LOGPROB = np.dtype(
+    [("x", np.int64), ("dtype", np.int64), ("token", np.int64), ("logprob", np.float32), ("rank", np.int32)]
+)
 
 
 class NativeSampling:
@@ -48,6 +52,8 @@ class NativeSampling:
         self._argmax.restype, self._argmax.argtypes = None, (_P, _P, _P, *[_I] * 5)
         self._draw = library.trivet_draw
         self._draw.restype, self._draw.argtypes = _I, (_P, _I, _I, _I)
+        self._logprobs = library.trivet_logprobs
+        self._logprobs.restype, self._logprobs.argtypes = _I, (_P, _P, _P, *[_I] * 5)
         self._float_rows = library.trivet_float_rows
         self._float_rows.restype, self._float_rows.argtypes = None, (*[_P] * 4, *[_I] * 7)
 
@@ -85,6 +91,31 @@ class NativeSampling:
         if self._draw(table.ctypes.data, len(table), size, self._threads(len(table))):
             raise MemoryError(f"no memory to draw from {size} logits")
         return table["id"].copy(), table["highest"].copy()
+
+    def logprobs(
+        self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], count: int, size: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+        """:func:`trivet_kernels.sampling.logprobs`."""
+        table = np.zeros(len(rows), _LOGPROB)
+        table["x"] = logits.data_ptr() + rows * (logits.stride(0) * logits.element_size())
+        table["dtype"], table["token"] = DTYPES[logits.dtype], tokens
+        ids, values = np.empty((len(rows), count), np.int32), np.empty((len(rows), count), np.float32)
+        if self._logprobs(
+            table.ctypes.data,
+            ids.ctypes.data,
+            values.ctypes.data,
+            len(rows),
+            size,
+            logits.shape[1],
+            count,
+            self._threads(len(rows)),
+        ):
+            raise MemoryError(f"no memory to rank {size} logits")
+        return (
+            np.concatenate([tokens[:, None].astype(np.int32), ids], 1),
+            np.concatenate([table["logprob"][:, None], values], 1),
+            table["rank"].copy(),
+        )
 
     def float_rows(self, logits: Tensor, rows: NDArray[np.int64], bitmask: Tensor | None, out: Tensor) -> None:
         """Write float32 copies of some rows to the first rows of ``out``, see

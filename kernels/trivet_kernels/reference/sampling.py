@@ -164,6 +164,21 @@ def sample(
     return ids, highest
 
 
+def logprobs(logits: Tensor, tokens: Tensor, count: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities ``[n]`` of ``tokens`` and of the ``count`` most likely ones, see
+    :func:`trivet_kernels.sampling.logprobs`, for logits ``[n, vocab_size]`` of any dtype."""
+    logits = logits.float()
+    total = logits.logsumexp(1, keepdim=True)
+    ids = tokens[:, None]
+    chosen = logits.gather(1, ids)
+    ahead = (logits[:, :size] > chosen).sum(1)
+    values = chosen
+    if count > 0:
+        likeliest, likeliest_ids = top(grouped(logits, size), count)
+        ids, values = torch.cat([ids, likeliest_ids], 1), torch.cat([chosen, likeliest], 1)
+    return ids.int(), values - total, (ahead + 1).int()
+
+
 def survivors(logits: GroupedLogits, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
     """Where min-p, then top-k, then top-p cut the ranking of each row off.
 

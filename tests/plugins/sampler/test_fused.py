@@ -12,7 +12,6 @@ import torch
 from sampler_rig import KNOWN, VOCAB, Add, Rig, Row, make_logits
 
 import trivet_kernels.sampling
-import trivet_sampler._logprobs
 from trivet.roles import Sampled
 
 # Read when kernels are first imported, which the sampler leaves until it needs them.
@@ -50,8 +49,7 @@ def test_tokens_faults_and_logprobs_are_the_same(
     pytest.importorskip("triton")
     expected = run(dtype, masked=masked)
     monkeypatch.setattr(trivet_kernels.sampling, "_native", lambda: None)
-    for module in (trivet_kernels.sampling, trivet_sampler._logprobs):
-        monkeypatch.setattr(module, "fused", lambda logits: True)
+    monkeypatch.setattr(trivet_kernels.sampling, "fused", lambda logits: True)
     sampled = run(dtype, masked=masked)
     assert [(error.slot, error.message) for error in sampled.errors] == [(4, "the logits are NaN")]
     assert sampled.errors == expected.errors

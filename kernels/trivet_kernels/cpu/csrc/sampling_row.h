@@ -101,20 +101,23 @@ INLINE uint32_t lanes_from(vec_t x, float least) {
 #endif
 }
 
-/* Lists the tokens whose values are `least` or more, above -inf, with their weights or, unless `weigh`, with 1. */
+/* Lists the tokens whose values are `least` or more, with their weights or, unless `weigh`, with 1. */
 INLINE int64_t list_from(const row_t *r, float least, int weigh, int dtype) {
     int64_t count = 0;
     for (int64_t group = 0; group < r->groups; group++) {
         if (r->maxima[group] < least) continue;
         vec_t values[GROUP / LANES];
         group_values(r, group, values, dtype);
-        for (int i = 0; i < GROUP / LANES; i++)
-            for (uint32_t bits = lanes_from(values[i], least); bits; bits &= bits - 1) {
+        for (int i = 0; i < GROUP / LANES; i++) {
+            int64_t left = r->size - group * GROUP - i * LANES;
+            uint32_t there = left >= LANES ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+            for (uint32_t bits = lanes_from(values[i], least) & there; bits; bits &= bits - 1) {
                 int lane = __builtin_ctz(bits);
                 float value = values[i][lane];
                 r->items[count].rank = rank_of(value, group * GROUP + i * LANES + lane);
                 r->items[count++].weight = weigh ? weight_of(value - r->highest) : 1;
             }
+        }
     }
     return count;
 }
