@@ -35,6 +35,14 @@ class Scratch:
             self._buffers[use] = buffer = torch.empty(count, dtype=self._dtype, device=self._device)
         return buffer[:count].view(rows, columns)
 
+    def reserve(self, use: str, rows: int, columns: int) -> None:
+        """Take the memory for ``[rows, columns]``, the largest that is expected, before the first step: later the
+        buffer would lie among the steps' other tensors, and keep the allocator from joining what they leave free. The
+        system hands the pages out when they are first written."""
+        buffer = self._buffers.get(use)
+        if buffer is None or len(buffer) < rows * columns:
+            self._buffers[use] = torch.empty(rows * columns, dtype=self._dtype, device=self._device)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""

@@ -47,14 +47,18 @@ class Loader:
         quantization: Quantization | None,
         ops: Ops,
         tables: Sequence[Tensor],
+        max_tokens: int,
         plain: bool = False,
     ) -> None:
-        """``tables``: of rotary embeddings, as :attr:`DecoderSpec.ropes`. ``plain``: only operations that a compiler
-        can look into."""
+        """``tables``: of rotary embeddings, as :attr:`DecoderSpec.ropes`. ``max_tokens``: of a step. ``plain``: only
+        operations that a compiler can look into."""
         self._weights, self._spec, self._dtype, self._device = weights, spec, dtype, device
         self._quantization, self._ops, self._tables, self._plain = quantization, ops, tables, plain
         # On accelerators torch keeps freed memory at hand, and what a recorded step (CUDA graph) takes has to stay.
         self._scratch = Scratch(dtype, device) if device.type == "cpu" and not plain else None
+        if self._scratch is not None:
+            self._scratch.reserve("normed", max_tokens, spec.hidden_size)
+            self._scratch.reserve("gated", min(max_tokens, GatedMLP.SLICE), spec.intermediate_size)
         self._embedding: DeviceEmbedding | None = None
         self._gate: Callable[[Tensor, Tensor | None], Tensor] = gate_with(spec.activation, ops)
 

@@ -100,6 +100,7 @@ class NativeModel(Model):
             quantization=self._context.get("quantization"),
             ops=ops,
             tables=[rope_table(weights.config, rope, self._max_len).to(device) for rope in spec.ropes],
+            max_tokens=self._context.max_num_batched_tokens,
             plain=compiled,
         )
         decoder = Decoder(
