@@ -142,7 +142,7 @@ class Preparer:
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         # Every output has the same prompt, so one child reports its logprobs.
         common: dict[str, Any] = {"n": 1, "best_of": None}
-        if count > params.n and params.logprobs is None:
+        if count > params.n and params.logprobs is None and params.logprob_token_ids is None:
             common["logprobs"] = 0  # outputs are ranked by them; they are shown only if they were asked for
         changes = [common | {"seed": _signed(seed + i)} for i in range(count)]
         if params.prompt_logprobs is not None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from trivet.errors import ModelLoadError
+from trivet.model_defaults import pooling_defaults
 from trivet.roles.kv import KVKind, LayerKVSpec
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
 from trivet_torch.dtypes import resolve_dtype
 from trivet_torch.rope import check_rope
 from trivet_torch.weights import load_causal_lm
 from trivet_transformers.interface import KEYWORD, NAME, Layer, PagedHandler, register, take_temperature
-from trivet_transformers.probe import body_of, head_of, probe, spans, text_config
+from trivet_transformers.probe import body_of, head_of, probe, refuse_classifier, spans, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +59,7 @@ class TransformersModel(Model):
         register()
         self.check()
         config, device, name = self._context.config, self._context.device, self._location
+        refuse_classifier(name)
         self._dtype = resolve_dtype(config.dtype, name, device)
         self._model, loaded = load_causal_lm(
             name,
@@ -84,6 +86,8 @@ class TransformersModel(Model):
             id(call.module): Layer(index, window, take_temperature(call.module))
             for index, (call, (_, window)) in enumerate(zip(self._calls, self._spans, strict=True))
         }
+        folder = loaded.location.path
+        pooling_type, normalizes = pooling_defaults(folder) if loaded.location.kind == "hf" else ("last", True)
         self._install_hooks()
         self._say_what_auto_passed_over()
         return ModelInfo(
@@ -95,6 +99,8 @@ class TransformersModel(Model):
             dtype=str(self._dtype).removeprefix("torch."),
             architecture=type(self._model).__name__,
             tasks=("generate", "embed"),
+            pooling_type=pooling_type,
+            normalizes=normalizes,
         )
 
     def kv_specs(self) -> list[LayerKVSpec]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trivet.errors import ModelLoadError
+from trivet.model_source import resolve_model
 from trivet.roles.kv import KVKind
 from trivet_transformers.interface import KEYWORD
 
@@ -74,6 +76,28 @@ class _Refusal:
 def text_config(config: PreTrainedConfig) -> Any:
     """The configuration of the decoder; that of a model with several parts is one of its sub-configurations."""
     return config.get_text_config(decoder=True)
+
+
+def refuse_classifier(location: str) -> None:
+    """Refuse a model with a head for scores of sequences, before its weights are read as those of a language model.
+
+    Raises:
+        ModelLoadError: Naming the architecture.
+    """
+    found = resolve_model(location)
+    if found.kind != "hf":
+        return
+    try:
+        config = json.loads((found.path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # said by what loads the model
+    architectures = (config.get("architectures") if isinstance(config, dict) else None) or []
+    heads = [name for name in architectures if str(name).endswith("ForSequenceClassification")]
+    if heads:
+        raise ModelLoadError(
+            f"{location}: the transformers plugin runs language models only, and this is {', '.join(heads)}; the native "
+            "plugin serves such heads of the decoder families that it knows: set plugins.model to native"
+        )
 
 
 def probe(location: str, model: PreTrainedModel) -> tuple[list[LayerCall], int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from native_kit import CASES, LONGEST, make_model, save
 
-from trivet import LLM, PoolingParams, RequestError
+from trivet import LLM, ModelLoadError, PoolingParams, RequestError
 from trivet.testing.fakes import FakeTokenizer
 
 LONG = [3 + (7 * i) % 70 for i in range(37)]
@@ -153,3 +153,9 @@ def test_cosines_of_embeddings(tmp_path: Path) -> None:
             llm.classify(LONG, use_tqdm=False)
         with pytest.raises(RequestError, match="dimensions: 33 exceeds the 32"):
             llm.embed(LONG, PoolingParams(dimensions=33), use_tqdm=False)
+
+
+def test_the_transformers_provider_refuses_heads_for_classes(tmp_path: Path) -> None:
+    make_classifier("qwen2", tmp_path, 2)
+    with pytest.raises(ModelLoadError, match=r"this is Qwen2ForSequenceClassification; the native plugin serves"):
+        start(tmp_path, model="transformers")
