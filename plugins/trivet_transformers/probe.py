@@ -95,8 +95,8 @@ def refuse_classifier(location: str) -> None:
     heads = [name for name in architectures if str(name).endswith("ForSequenceClassification")]
     if heads:
         raise ModelLoadError(
-            f"{location}: the transformers plugin runs language models only, and this is {', '.join(heads)}; the native "
-            "plugin serves such heads of the decoder families that it knows: set plugins.model to native"
+            f"{location}: the transformers plugin runs language models only, and this is {', '.join(heads)}; the "
+            "native plugin serves such heads of the decoder families that it knows: set plugins.model to native"
         )
 
 
