@@ -83,7 +83,9 @@ class Changer:
             return None
         if not listed.any():
             return _at(rows.bitmask, chosen)
-        allowed = _tensor(self._state.allowed[slots], logits.device)
+        # Slots without a list have no bits set, which costs no memory, and allow everything.
+        bits = np.where(listed[:, None], self._state.allowed[slots], np.int32(-1))
+        allowed = _tensor(bits, logits.device)
         return allowed & _at(rows.bitmask, chosen) if constrained.any() else allowed
 
     def _sparse(self, work: Tensor, rows: SampleRows, chosen: Int64, slots: Int32, early: Bool) -> None:
