@@ -49,10 +49,10 @@ class Storm:
         return self.recomputed / self.computed
 
 
-def lengths(requests: int, seed: int) -> list[tuple[int, int]]:
+def lengths(requests: int, seed: int, longest: int) -> list[tuple[int, int]]:
     """Prompt and output tokens of each request."""
     rng = np.random.default_rng(seed)
-    drawn: list[list[int]] = rng.integers(SHORTEST, LONGEST + 1, (requests, 2)).tolist()
+    drawn: list[list[int]] = rng.integers(SHORTEST, longest + 1, (requests, 2)).tolist()
     return [(prompt, output) for prompt, output in drawn]
 
 
@@ -62,6 +62,7 @@ def run_storm(
     seed: int = 0,
     requests: int = 64,
     pool: float = 1.2,
+    longest: int = LONGEST,
     prefix_caching: bool = False,
     max_steps: int = 200_000,
     **options: Any,
@@ -73,6 +74,7 @@ def run_storm(
         seed: Of the lengths and the prompts.
         requests: How many there are from the start.
         pool: Memory, as a multiple of what the longest request needs.
+        longest: Tokens of a prompt, and of an output, at most.
         prefix_caching: Whether blocks of preempted requests can be found again.
         max_steps: After so many steps the storm is given up, and what has not finished is not counted as finished.
         options: Further options of the scheduler.
@@ -81,7 +83,7 @@ def run_storm(
     from trivet.simulation import IdTokenizer, SimulatedExecutor, simple_layers
     from trivet_schemas.sampling import SamplingParams
 
-    work = lengths(requests, seed)
+    work = lengths(requests, seed, longest)
     most = max(prompt + output for prompt, output in work)
     blocks = 1 + int(pool * -(-most // BLOCK_SIZE))
     executor = SimulatedExecutor(
