@@ -177,8 +177,10 @@ def _set_bos_and_eos(backend: Backend, settings: _Settings) -> None:
     special = settings.special_tokens
     before = [special["bos_token"]] if config.get("add_bos_token") and "bos_token" in special else []
     after = [special["eos_token"]] if config.get("add_eos_token") and "eos_token" in special else []
+    second = [*(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
     backend.post_processor = processors.TemplateProcessing(
         single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *second],
         special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys([*before, *after])],
     )
 

@@ -282,6 +282,28 @@ def test_no_progress_bar_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+def test_many_prompts_cost_as_much_each_as_few() -> None:
+    def calls(count: int) -> int:
+        llm, _ = _llm(max_queued=8)
+        made = 0
+
+        def count_call(_frame: Any, event: str, _arg: Any) -> None:
+            nonlocal made
+            made += event == "call"
+
+        llm.generate(["a"], SamplingParams(max_tokens=2), use_tqdm=False)  # whatever is made once
+        prompts = ["a", "b", "c", {"prompt": "hello"}] * (count // 4)
+        sys.setprofile(count_call)
+        try:
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+        finally:
+            sys.setprofile(None)
+        assert [o.outputs[0].text for o in outputs[-4:]] == ["xy", "uv", "rs", "wo"]
+        return made
+
+    assert calls(3200) <= 16.5 * calls(200)
+
+
 # ---------------------------------------------------------------- chat and pooling
 
 

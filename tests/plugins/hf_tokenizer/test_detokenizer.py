@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from trivet_hf_tokenizer._detokenizer import StreamDetokenizer
 from trivet_hf_tokenizer._parts import TokenizerParts, count_ids
 from trivet_hf_tokenizer.tokenizer import HFTokenizer
 
@@ -176,3 +177,37 @@ def test_an_id_that_no_token_has_adds_nothing(backends):
     tokenizer = make(backends["byte-level"])
     (letter,) = tokenizer.encode("h")
     assert tokenizer.decode([letter, tokenizer.size + 10, letter]) == "hh"
+
+
+class _Counting:
+    """A table of pieces that counts what is read from it."""
+
+    def __init__(self, pieces):
+        self._pieces = pieces
+        self.first = self if pieces.first is pieces else pieces.first
+        self.read = 0
+
+    def __getattr__(self, name):
+        return getattr(self._pieces, name)
+
+    def __getitem__(self, token_id):
+        self.read += 1
+        return self._pieces[token_id]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_costs_the_same_however_long_the_text(backends, kind):
+    tokenizer = make(backends[kind])
+    counting = _Counting(tokenizer._pieces)
+    detokenizer = StreamDetokenizer(counting, prompt_ids=[tokenizer.size - 1] * 500)
+    behind_prompt = counting.read
+    assert behind_prompt <= 500
+    pushed = [i % tokenizer.size for i in range(4000)]
+    reads = []
+    for token_id in pushed:
+        before = counting.read
+        text = detokenizer.push([token_id])
+        reads.append(counting.read - before)
+        # An unfinished character of three bytes may come out with what follows it.
+        assert len(text) <= 3 + len(tokenizer._pieces.first[token_id]) + len(tokenizer._pieces[token_id])
+    assert max(reads) <= 1

@@ -103,3 +103,23 @@ def test_threads_share_a_tokenizer(backends, save):
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(work, texts)) == texts
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama"])
+def test_pairs_are_encoded_as_in_transformers(backends, save, kind):
+    from transformers import PreTrainedTokenizerFast
+
+    folder = save(backends[kind], config={"model_type": "llama"})
+    original = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    tokenizer = built(model=str(folder))
+    assert tokenizer.encode_pair("hello world", "world hello") == original("hello world", "world hello")["input_ids"]
+    with pytest.raises(RequestError, match="half of a surrogate pair"):
+        tokenizer.encode_pair("hello", "\ud800")
+
+
+def test_both_texts_of_a_pair_begin_and_end_as_the_configuration_says(backends, save):
+    flags = {"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = built(model=str(save(backends["llama"], config={"model_type": "llama"}, tokenizer_config=flags)))
+    one, other = tokenizer.encode("hello"), tokenizer.encode("world")
+    assert (one[0], one[-1]) == (tokenizer.bos_token_id, *tokenizer.eos_token_ids)
+    assert tokenizer.encode_pair("hello", "world") == [*one, *other]
