@@ -87,7 +87,13 @@ class _Study:
         self._warm_up = math.ceil(_WARM_UP * num_requests)
         # Neither slots nor the token budget are to be what limits.
         slots = max(min(num_requests, blocks), 1)
-        scheduler = {"use": "continuous", "max_num_seqs": slots, "max_num_batched_tokens": 2 * kv_tokens}
+        scheduler = {
+            "use": "continuous",
+            "max_num_seqs": slots,
+            "max_num_batched_tokens": 2 * kv_tokens,
+            # The queue is never empty here. What the cache wastes is measured, not the scheduler's prudence.
+            "max_recomputed_share": 1,
+        }
         plugins = {"cache": {**options, "num_blocks": 1 + blocks}, "scheduler": scheduler}
         self._meter = _Meter(max_model_len, slots, self._look)
         config = {"model": "none", "max_model_len": max_model_len, "plugins": plugins}
