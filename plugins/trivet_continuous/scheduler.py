@@ -273,9 +273,11 @@ class ContinuousScheduler(Scheduler):
         """Admit waiting requests that are more urgent than running ones, in place of the least urgent if need be."""
         planner, queue, table = self._planner, self._queue, self._table
         while (request := queue.head()) is not None:
-            key, order = self._policy.key(request), self._order()
-            order = order[~planner.planned(order)]
-            later = [slot for slot in order.tolist() if self._policy.key(table.requests[slot]) > key]
+            key, later = self._policy.key(request), list[int]()
+            for slot in reversed(self._order().tolist()):
+                if not self._policy.key(table.requests[slot]) > key:
+                    break
+                later.append(slot)
             if not later:
                 break
             # Its tokens are shared out below, with everybody else's.
@@ -290,7 +292,7 @@ class ContinuousScheduler(Scheduler):
                 self._stalled = admission.reason
                 break
             else:
-                planner.preempt(later[-1])
+                planner.preempt(later[0])
 
     def _makes_room(self, request: Request, later: list[int], reason: str, most: int) -> bool:
         """Whether a request could run if all of these were preempted, as far as that can be told."""

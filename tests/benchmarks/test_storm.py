@@ -26,7 +26,7 @@ def run_storm(monkeypatch: pytest.MonkeyPatch) -> RunStorm:
 
 @pytest.mark.parametrize("victim", ["newest", "least_computed"])
 def test_all_requests_end_and_the_share_of_recomputed_tokens_is_bounded(run_storm: RunStorm, victim: str) -> None:
-    storm = run_storm(victim, max_recomputed_share=0.1)
+    storm = run_storm(victim, longest=64, max_recomputed_share=0.1)
     assert storm.finished == storm.requests == 64
     assert storm.preemptions > 0
     # What runs when the bound is reached may still be preempted.
@@ -35,10 +35,13 @@ def test_all_requests_end_and_the_share_of_recomputed_tokens_is_bounded(run_stor
 
 
 def test_the_cheapest_victim_costs_less_than_the_newest(run_storm: RunStorm) -> None:
-    newest, cheapest = (run_storm(victim, seed=0, max_recomputed_share=1) for victim in ("newest", "least_computed"))
-    assert newest.finished == cheapest.finished == 64
-    assert cheapest.recomputed < 0.95 * newest.recomputed
-    assert cheapest.steps <= newest.steps
+    newest, cheapest = (
+        [run_storm(victim, seed=seed, longest=64, max_recomputed_share=1) for seed in range(3)]
+        for victim in ("newest", "least_computed")
+    )
+    assert all(storm.finished == 64 for storm in newest + cheapest)
+    assert sum(s.recomputed for s in cheapest) < 0.9 * sum(s.recomputed for s in newest)
+    assert sum(s.steps for s in cheapest) < sum(s.steps for s in newest)
 
 
 def test_a_line_per_storm_and_per_victim() -> None:
