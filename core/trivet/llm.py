@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from trivet_schemas.prompts import PromptType
 
 Message = Mapping[str, Any]
+PoolingTask = Literal["embed", "score", "classify"]
 
 
 class LLM:
@@ -254,11 +255,14 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        pooling_task: PoolingTask | None = None,
         use_tqdm: UseTqdm = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool the hidden states of each prompt as ``pooling_params`` say: ``outputs.data`` is ``[dim]`` float32 (None
-        after an error). Else like :meth:`generate`."""
+        after an error). ``pooling_task`` replaces the parameters' ``task``. Else like :meth:`generate`."""
         params = PoolingParams() if pooling_params is None else pooling_params
+        if pooling_task is not None:
+            params = _for_task(params, pooling_task)
         return self._run(prompts, params, PoolingParams, use_tqdm, None, PoolingRequestOutput)
 
     def embed(
@@ -415,7 +419,7 @@ class LLM:
         return submission
 
 
-def _for_task(params: Any, task: Literal["embed", "classify", "score"]) -> Any:
+def _for_task(params: Any, task: PoolingTask) -> Any:
     """``params`` with ``task``; what is no parameter is refused later."""
     if params is None:
         return PoolingParams(task=task)

@@ -225,7 +225,7 @@ def test_output_positions_count_from_the_first_output_token(llama: tuple[str, An
 def test_pooled_vectors_are_the_last_hidden_states(llama: tuple[str, Any]) -> None:
     name, model = llama
     driver = make_runner(name, 4)
-    driver.add(0, LONG, task=Task.EMBED, params=PoolingParams())
+    driver.add(0, LONG, task=Task.EMBED, params=PoolingParams(normalize=False))
     driver.add(1, SHORT, task=Task.EMBED, params=PoolingParams(normalize=True, dimensions=8))
     driver.add(2, TINY)
     assert not driver.step({0: 20, 1: 2, 2: 1}).pooled
