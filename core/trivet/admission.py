@@ -274,7 +274,8 @@ def _held(holds: Sequence[Hold]) -> Wait:
         seconds = round(max(now - hold.since, 0.0), 3)
         numbers[f"{hold.plugin}:{hold.kind}"] = seconds
         numbers.update(hold.numbers)
-        details.append(f"{hold.detail} ({hold.kind}, {seconds:.3g} s, {hold.plugin})")
+        duration = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+        details.append(f"{hold.detail} ({hold.kind}, for {duration}, {hold.plugin})")
     numbers["seconds"] = max(seconds for name, seconds in numbers.items() if ":" in name)
     return Wait("hold", "; ".join(details), numbers)
 

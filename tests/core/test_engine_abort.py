@@ -10,32 +10,12 @@ import pytest
 from engine_kit import check_free, config, drain, engine, expect, greedy, prompts
 
 from trivet.context import Hold
-from trivet.engine import Engine
 from trivet.hookspecs import hookimpl
 from trivet.registry import Registry
 from trivet.testing import fakes
-from trivet_continuous.options import ContinuousOptions
-from trivet_continuous.scheduler import ContinuousScheduler
 from trivet_schemas.config import EngineConfig
 
 WORK = {str(i): (p, 12) for i, p in enumerate(prompts(6, seed=4))}
-
-
-class Refusing(ContinuousScheduler):
-    """Ends what it was told to, in the middle of making a plan."""
-
-    def __init__(self) -> None:
-        super().__init__(None, ContinuousOptions(max_num_batched_tokens=32, max_num_seqs=2))
-        self.refuse: list[str] = []
-
-    def bind(self, context: Any) -> None:
-        super().bind(context)
-        self.context = context
-
-    def _admit(self) -> None:
-        while self.refuse:
-            self.context.abort(self.refuse.pop(), "its deadline has passed")
-        super()._admit()
 
 
 def submit(e: Any) -> None:
@@ -45,26 +25,29 @@ def submit(e: Any) -> None:
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_scheduler_ends_waiting_and_running_requests_while_it_makes_a_plan(depth: int) -> None:
-    scheduler = Refusing()
-    settings = config(executor={"use": "held", "depth": depth})
-    del settings["plugins"]["scheduler"]
-    e = Engine(settings, [fakes, kit, scheduler])
-    try:
+    refuse: list[str] = []
+    scheduler = {"use": "continuous", "max_num_batched_tokens": 32, "max_num_seqs": 2}
+    with engine(kit, scheduler=scheduler, executor={"use": "held", "depth": depth}) as e:
+
+        def begin(inputs: Any, begin: Any = e.parts.planner.begin) -> None:
+            begin(inputs)
+            while refuse:
+                e.context.abort(refuse.pop(), "its deadline has passed")
+
+        e.parts.planner.begin = begin  # type: ignore[method-assign]
         submit(e)
         for _ in range(4):
             e.step()
             e.check_integrity()
         running = next(r for r in e.parts.lifecycle.requests.values() if r.slot >= 0).request_id
         waiting = next(r for r in e.parts.lifecycle.requests.values() if r.slot < 0).request_id
-        scheduler.refuse = [waiting, running, "unknown"]
+        refuse += [waiting, running, "unknown"]
         done = drain(e)
         for request_id in (waiting, running):
             assert (done[request_id].finish_reason, done[request_id].message) == ("error", "its deadline has passed")
         expect(done, {i: w for i, w in WORK.items() if i not in (waiting, running)})
         assert e.fault is None
         check_free(e)
-    finally:
-        e.shutdown()
 
 
 def test_a_request_that_is_ended_between_steps_keeps_what_it_has() -> None:

@@ -243,7 +243,7 @@ def test_those_that_are_held_say_for_what_with_numbers() -> None:
         assert wait is not None
         assert (wait.kind, wait.numbers["tokens"]) == ("hold", 5)
         assert wait.numbers["seconds"] >= 0
-        assert "the prompt is being computed by parent (parent, " in wait.detail
+        assert "the prompt is being computed by parent (parent, for " in wait.detail
         e.step()
         seen = {wait.detail for name in ("made", "child") if (wait := e.explain(name)) is not None}
         drain(e)
