@@ -23,7 +23,7 @@ def trivet_providers() -> list[Provider]:
             factory="trivet_native.model:NativeModel",
             options="trivet_native.options:NativeOptions",
             suits=_suits,
-            capabilities={"tasks": ("generate", "embed")},
+            capabilities={"tasks": ("generate", "embed", "classify", "score")},
             requires={"torch": "", "transformers": ""},
             summary="Common decoder families with fused and packed weights.",
         )

@@ -21,7 +21,7 @@ from trivet_schemas.config import EngineConfig
 # Field, value and what the reason says, on top of a plain Llama's configuration.
 DECLINED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mamba"}, "model_type 'mamba' is not one of llama"),
-    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not implemented"),
     ({"rope_parameters": {"rope_type": "ntk_by_parts", "rope_theta": 1.0}}, "rope_type 'ntk_by_parts'"),
@@ -40,6 +40,17 @@ def _written(folder: Path, changes: dict[str, Any]) -> EngineConfig:
 def test_a_plain_configuration_is_served(tmp_path: Path) -> None:
     harmless = {"bos_token_id": 1, "_name_or_path": "x", "transformers_version": "4.0", "attention_dropout": 0.1}
     assert suits(_written(tmp_path, harmless)).rank == RANK
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen2_moe"])
+def test_heads_for_scores_of_sequences_are_served(tmp_path: Path, case: str) -> None:
+    import transformers
+    from native_kit import _COMMON
+
+    name, own = CASES[case]
+    config = getattr(transformers, name)(**(_COMMON | own), num_labels=3)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    assert suits(EngineConfig(model=str(tmp_path))).rank == RANK
 
 
 @pytest.mark.parametrize(("changes", "reason"), DECLINED)
