@@ -90,7 +90,7 @@ class Rig:
 
     def draw(self, logits: Tensor, rows: Sequence[Row], **given: Any) -> list[list[int]]:
         sampled = self.sample(logits, rows, **given)
-        assert not sampled.errors
+        assert not sampled.errors, sampled.errors
         return [sampled.accepted.row(i).tolist() for i in range(len(rows))]
 
 
