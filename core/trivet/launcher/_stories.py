@@ -94,7 +94,9 @@ def _step(step: Mapping[str, Any]) -> list[str]:
 def _cells(story: Mapping[str, Any]) -> list[str]:
     waits = story["waits"]
     waited = sum(wait["steps"] for wait in waits.values())
-    reasons = sorted(waits.items(), key=lambda item: -item[1]["seconds"])
+    # The time between its arrival and the next step is no step's.
+    counted = [(kind, wait) for kind, wait in waits.items() if wait["steps"]]
+    reasons = sorted(counted, key=lambda item: -item[1]["seconds"])
     return [
         story["request_id"],
         story["finish_reason"] or story["status"],

@@ -35,6 +35,8 @@ def test_every_request_has_a_line_and_one_its_steps(site: Site, run: Run, reques
         assert int(row[2]) == int(row[3]) + int(row[4])
     late = next(line for line in lines[2:6] if line.split()[0] == "r3")
     assert "turn" in late
+    early = next(line for line in lines[2:6] if line.split()[0] == "r0")
+    assert early.endswith("nothing")
     detail = result.out[result.out.index("request r3") :]
     assert "44 of the prompt, 8 of the output" in detail
     assert "waited: turn" in detail
