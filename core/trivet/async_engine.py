@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from trivet.beam_search import BeamSearch, step_params, whole_params
 from trivet.engine_thread import EngineThread
 from trivet.errors import EngineUnhealthyError, RequestError
-from trivet.output.merge import merge_outputs
 from trivet.output.stage import Output, OutputStage
+from trivet.output.stream import Stream
 from trivet.output.thread import OutputThread
 from trivet.submission import AnyParams, Preparer, Submission, default_sampling_params, eos_token_ids
 from trivet_schemas.outputs import BeamSearchOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -33,42 +33,6 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
-
-
-class _Stream:
-    """What waits for one consumer. Filled by the output thread, emptied in the consumer's event loop."""
-
-    def __init__(self, submission: Submission) -> None:
-        self.submission = submission
-        self.loop = asyncio.get_running_loop()
-        self.arrived = asyncio.Event()
-        self.finished = False
-        self._lock = threading.Lock()
-        self._waiting: Output | None = None
-        self._error: Exception | None = None
-
-    def put(self, output: Output) -> None:
-        with self._lock:
-            waiting = self._waiting
-            self._waiting = output if waiting is None else merge_outputs(waiting, output, self.submission.output_kind)
-
-    def fail(self, error: Exception) -> None:
-        with self._lock:
-            self._error = error
-
-    async def next(self) -> Output:
-        while True:
-            self.arrived.clear()
-            with self._lock:
-                output, self._waiting = self._waiting, None
-                error = None if output is not None else self._error
-            if output is not None:
-                self.finished = output.finished
-                return output
-            if error is not None:
-                self.finished = True
-                raise error
-            await self.arrived.wait()
 
 
 class AsyncEngine:
@@ -100,7 +64,7 @@ class AsyncEngine:
         self._fault: str | None = None
         self._starting = threading.Lock()
         self._active: dict[str, Submission] = {}  # requests whose last output was not delivered
-        self._streams: dict[str, _Stream] = {}  # touched by the output thread alone
+        self._streams: dict[str, Stream] = {}  # touched by the output thread alone
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
@@ -353,7 +317,7 @@ class AsyncEngine:
     async def _follow(self, submission: Submission, arrival: float) -> AsyncGenerator[Output, None]:
         thread = self._thread
         assert thread is not None
-        stream = _Stream(submission)
+        stream = Stream(submission)
         try:
             await asyncio.wrap_future(thread.call(lambda engine: self._admit(engine, stream, arrival)))
             while not stream.finished:
@@ -362,7 +326,7 @@ class AsyncEngine:
             if not stream.finished:
                 self._drop(submission)
 
-    def _admit(self, engine: Engine, stream: _Stream, arrival: float) -> None:
+    def _admit(self, engine: Engine, stream: Stream, arrival: float) -> None:
         """On the engine's thread: queue every child, or none."""
         submission = stream.submission
         request_id = submission.request_id
@@ -449,7 +413,7 @@ class AsyncEngine:
         self._thread.post(lambda engine: engine.abort([r.request_id for r in requests if r.finish_reason is None]))
 
     def _deliver(self, outputs: list[Output]) -> None:
-        woken: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        woken: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -461,13 +425,13 @@ class AsyncEngine:
         for loop, streams in woken.items():
             self._wake(loop, streams)
 
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, stream: Stream) -> None:
         request_id = stream.submission.request_id
         del self._streams[request_id]
         if self._active.get(request_id) is stream.submission:
             self._active.pop(request_id, None)
 
-    def _wake(self, loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
+    def _wake(self, loop: asyncio.AbstractEventLoop, streams: list[Stream]) -> None:
         def wake() -> None:
             for stream in streams:
                 stream.arrived.set()

@@ -42,9 +42,7 @@ def _play(script: Sequence[int], params: SamplingParams, **options: Any) -> Play
 
 
 def _joined(outputs: list[Output]) -> CompletionOutput:
-    total = outputs[0]
-    for output in outputs[1:]:
-        total = merge_outputs(total, output, RequestOutputKind.DELTA)
+    total = merge_outputs(outputs, RequestOutputKind.DELTA)
     assert isinstance(total, RequestOutput)
     return total.outputs[0]
 
