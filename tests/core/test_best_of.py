@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_kit import check_free, engine
+from engine_kit import check_free, config, engine
 from output_kit import PROMPT, Play, play
 
-from trivet import LLM
+from trivet import LLM, BeamSearchParams, RequestError
+from trivet.testing import fakes
+from trivet.testing.fake_sampler import FakeSampler
 from trivet.testing.scripted import LETTERS, PieceTokenizer, ScriptedEngine
 from trivet_schemas.outputs import RequestOutput
 from trivet_schemas.sampling import RequestOutputKind, SamplingParams
@@ -110,3 +112,26 @@ def test_the_best_of_a_batch_are_those_of_single_requests_with_their_seeds() -> 
         assert [o.token_ids for o in chosen.outputs] == [o.token_ids for o in alone[:2]]
         assert len(other.outputs) == 1
         check_free(e)
+
+
+def test_an_engine_itself_takes_one_output_per_request() -> None:
+    with engine() as e:
+        for params, field in ((SamplingParams(n=2), "n"), (SamplingParams(best_of=2), "best_of")):
+            with pytest.raises(
+                RequestError, match=f"^{field}: the engine takes one output per request, got 2"
+            ) as caught:
+                e.add_request("r", [1, 2], params)
+            assert caught.value.param == field
+
+
+def test_without_a_sampler_that_reports_logprobs_nothing_can_be_chosen() -> None:
+    class Plain(FakeSampler):
+        fields = frozenset({"temperature", "seed"})
+
+    settings = config()
+    del settings["plugins"]["sampler"]
+    with LLM.from_config(settings, [fakes, Plain()]) as llm:
+        with pytest.raises(RequestError, match="logprobs: not supported"):
+            llm.generate([[1, 2]], SamplingParams(best_of=2), use_tqdm=False)
+        with pytest.raises(RequestError, match="logprobs: not supported"):
+            llm.beam_search([[1, 2]], BeamSearchParams(beam_width=2, max_tokens=2))

@@ -90,7 +90,11 @@ def test_prompt_logprobs_are_whole_under_chunks_and_preemption() -> None:
     params = greedy(30, prompt_logprobs=1, logprobs=1)
     with engine(scheduler=scheduler, cache=TIGHT) as e:
         tight = LLM.from_engine(e).generate(PROMPTS, params, use_tqdm=False)
-        assert sum(o.metrics.num_preemptions for o in tight if o.metrics) > 0
+        metrics = [o.metrics for o in tight if o.metrics]
+        assert sum(m.num_preemptions for m in metrics) > 0
+        assert all((m.num_recomputed_tokens > 0) == (m.num_preemptions > 0) for m in metrics)
+        for m in metrics:
+            assert None not in (m.queue_seconds, m.prefill_seconds, m.decode_seconds)
     with engine() as e:
         ample = LLM.from_engine(e).generate(PROMPTS, params, use_tqdm=False)
     for prompt, output, expected in zip(PROMPTS, tight, ample, strict=True):
