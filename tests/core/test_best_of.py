@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_kit import check_free, config, engine
+from engine_kit import check_free, engine
 from output_kit import PROMPT, Play, play
 
 from trivet import LLM, BeamSearchParams, RequestError
-from trivet.testing import fakes
 from trivet.testing.fake_sampler import FakeSampler
 from trivet.testing.scripted import LETTERS, PieceTokenizer, ScriptedEngine
 from trivet_schemas.outputs import RequestOutput
@@ -124,13 +123,10 @@ def test_an_engine_itself_takes_one_output_per_request() -> None:
             assert caught.value.param == field
 
 
-def test_without_a_sampler_that_reports_logprobs_nothing_can_be_chosen() -> None:
-    class Plain(FakeSampler):
-        fields = frozenset({"temperature", "seed"})
-
-    settings = config()
-    del settings["plugins"]["sampler"]
-    with LLM.from_config(settings, [fakes, Plain()]) as llm:
+def test_without_a_sampler_that_reports_logprobs_nothing_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeSampler, "fields", frozenset({"temperature", "seed"}))
+    with engine() as e:
+        llm = LLM.from_engine(e)
         with pytest.raises(RequestError, match="logprobs: not supported"):
             llm.generate([[1, 2]], SamplingParams(best_of=2), use_tqdm=False)
         with pytest.raises(RequestError, match="logprobs: not supported"):
