@@ -67,14 +67,14 @@ class ContinuousScheduler(Scheduler):
         self._begins = type(self._policy).begin_step is not SchedulingPolicy.begin_step
         self._ranked: tuple[Int32, Int32] | None = None  # slots by admission, and by key
         self._chunk = options.long_prefill_token_threshold or options.max_num_batched_tokens
-        self._share: PromptShare | None = None
+        self._pace: PromptShare | None = None
         if options.target_inter_token_latency is not None:
             lag = context.get("executor").max_in_flight - 1
-            self._share = PromptShare(options.target_inter_token_latency, options.min_num_mixed_prefill_tokens, lag)
+            self._pace = PromptShare(options.target_inter_token_latency, options.min_num_mixed_prefill_tokens, lag)
         self._bounded = (
             self._chunk < options.max_num_batched_tokens
             or options.max_num_mixed_prefill_tokens is not None
-            or self._share is not None
+            or self._pace is not None
         )
 
     # ------------------------------------------------------------------ the queue
@@ -135,10 +135,10 @@ class ContinuousScheduler(Scheduler):
 
     def schedule(self, inputs: ScheduleInputs) -> StepPlan:
         """See :meth:`Scheduler.schedule`."""
-        planner, share = self._planner, self._share
-        if share is not None:
+        planner, pace = self._planner, self._pace
+        if pace is not None:
             # What follows an idle time says nothing of a step.
-            share.tick(time.perf_counter(), idle=not self._table.num_running)
+            pace.tick(time.perf_counter(), idle=not self._table.num_running)
         if self._expiring:
             self._expire()
         if self._begins:
@@ -151,7 +151,7 @@ class ContinuousScheduler(Scheduler):
         if self._policy.preempts:
             self._displace(inputs)
         slots = self._ordered(planner.runnable())
-        counts = self._divide(slots, planner.pending(slots))
+        counts = self._share(slots, planner.pending(slots))
         given = counts > 0
         if np.count_nonzero(given) < len(slots):
             self._unserved = frozenset(slots[~given].tolist())
@@ -164,8 +164,8 @@ class ContinuousScheduler(Scheduler):
         plan = planner.finish()
         tokens = plan.num_tokens
         self._work.computed += tokens
-        if share is not None:
-            share.planned(tokens)
+        if pace is not None:
+            pace.planned(tokens)
         return plan
 
     def _ordered(self, slots: Int32) -> Int32:
@@ -192,7 +192,7 @@ class ContinuousScheduler(Scheduler):
             self._ranked = admitted, admitted[ranked] if ranked else admitted
         return self._ranked[1]
 
-    def _divide(self, slots: Int32, pending: Int32) -> Int32:
+    def _share(self, slots: Int32, pending: Int32) -> Int32:
         """Tokens per row: decoding rows first, then prompts in order, until the budget is used up."""
         budget = self._planner.tokens_left
         self._prompt_tokens, self._mixed = budget, False
@@ -224,8 +224,8 @@ class ContinuousScheduler(Scheduler):
         most = self._options.max_num_mixed_prefill_tokens
         if most is not None:
             self._prompt_tokens = min(self._prompt_tokens, most)
-        if self._share is not None:
-            self._prompt_tokens = min(self._prompt_tokens, self._share.limit(tokens))
+        if self._pace is not None:
+            self._prompt_tokens = min(self._prompt_tokens, self._pace.limit(tokens))
 
     def _extend(self, slots: Int32, counts: Int32) -> None:
         planner = self._planner
@@ -242,6 +242,7 @@ class ContinuousScheduler(Scheduler):
             rest = order[int(np.flatnonzero(order == slots[0])[0]) :]
             victim = self._victim.choose(rest[~planner.planned(rest)], self._table)
             planner.preempt(victim)
+            self._unserved -= {victim}
             keep = slots != victim
             slots, counts = slots[keep], counts[keep]
 

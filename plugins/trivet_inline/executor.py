@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from trivet.roles.executor import Executor, PendingStep
+from trivet_inline.options import InlineOptions
 
 if TYPE_CHECKING:
     from trivet.context import EngineContext, WorkerContext
     from trivet.plan import StepPlan
     from trivet.result import StepResult
     from trivet.roles import KVLayout, Runner, WorkerInfo
-    from trivet_inline.options import InlineOptions
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -48,11 +48,11 @@ class InlineExecutor(Executor):
     max_in_flight = 1
     token_feedback = False
 
-    def __init__(self, context: EngineContext, options: InlineOptions | None = None) -> None:
+    def __init__(self, context: EngineContext, options: object = None) -> None:
         self._context = context
         self._worker: WorkerContext | None = None
         self._thread: ThreadPoolExecutor | None = None
-        if options is not None and options.async_scheduling:
+        if isinstance(options, InlineOptions) and options.async_scheduling:
             self.max_in_flight, self.token_feedback = 2, True
 
     def start(self) -> WorkerInfo:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from conformance_providers import NoRepeat
 
+from trivet.roles import StepWaits
 from trivet.testing.fake_model import FakeModel
 from trivet.testing.fake_sampler import FakeSampler
 from trivet.testing.fakes import FakeDetokenizer, FakeRunner, FakeTokenizer
@@ -63,7 +64,7 @@ class ExceedsTheBudget(_Scheduler):
 class NewestFirst(_Scheduler):
     def bind(self, context: Any) -> None:
         super().bind(context)
-        self._queue.key = lambda request: -request.index
+        self._policy.key = lambda request: -request.index
 
 
 @found_by("SchedulerSuite", "test_an_end_in_the_queue", "remove drops a waiting request")
@@ -76,7 +77,7 @@ class KeepsAbortedRequests(_Scheduler):
 class PrefersShortPrompts(_Scheduler):
     def bind(self, context: Any) -> None:
         super().bind(context)
-        self._queue.key = lambda request: request.num_prompt
+        self._policy.key = lambda request: request.num_prompt
 
 
 @found_by(
@@ -92,6 +93,19 @@ class PromptsFirst(_Scheduler):
         counts = np.zeros_like(pending)
         counts[order] = np.clip(self._planner.tokens_left - (np.cumsum(wanted) - wanted), 0, wanted)
         return counts
+
+
+@found_by("SchedulerSuite", "test_reasons_of_a_whole_step", "why the next request was not admitted", short=False)
+class SaysNothingOfAWholeStep(_Scheduler):
+    def waits(self) -> Any:
+        return StepWaits()
+
+
+@found_by("SchedulerSuite", "test_reasons_of_a_whole_step", "the same kind of reason", short=False)
+class TakesComputeForMemory(_Scheduler):
+    def waits(self) -> Any:
+        waits = super().waits()
+        return StepWaits(waits.queue, memory=waits.compute)
 
 
 # ---------------------------------------------------------------- attention

@@ -9,6 +9,7 @@ class TestContinuous(SchedulerSuite):
     use = "continuous"
     arrival_order = True
     steady_decodes = True
+    tells_waits = True
     queue_bound = "max_num_queued_reqs"
 
 
@@ -22,6 +23,7 @@ class TestShortestFirst(SchedulerSuite):
     use = "continuous"
     options = {"policy": {"use": "shortest_first", "ageing": 1e6}, "victim": "least_computed"}
     steady_decodes = True
+    tells_waits = True
     queue_bound = "max_num_queued_reqs"
 
 
@@ -51,3 +53,4 @@ class TestMixedSteps(TestContinuous):
 class TestStatic(SchedulerSuite):
     use = "static"
     arrival_order = True
+    tells_waits = True

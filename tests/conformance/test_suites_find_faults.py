@@ -17,7 +17,7 @@ from trivet.testing.suites._base import place
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "CacheSuite": {"on_demand": True, "finds_prefixes": True, "examples": 400},
-    "SchedulerSuite": {"arrival_order": True, "steady_decodes": True},
+    "SchedulerSuite": {"arrival_order": True, "steady_decodes": True, "tells_waits": True},
     "ModelSuite": {"attention": "fake"},
     "SamplerSuite": {"top_k": False, "top_p": False, "min_p": False, "min_tokens": False},
     "TokenizerSuite": {"texts": ("The capital of France is", "one, two, three, four, five, six")},

@@ -13,10 +13,11 @@ import pytest
 from trivet.context import Hold
 from trivet.engine import Engine
 from trivet.errors import OverloadedError
-from trivet.roles import ScheduleInputs, Scheduler
+from trivet.roles import ScheduleInputs, Scheduler, StepWaits
 from trivet.testing.suites import _guess, _late
 from trivet.testing.suites._base import Suite, promised, require
 from trivet.testing.suites._drive import (
+    WAIT_KINDS,
     PlanWatch,
     check_drained,
     check_outputs,
@@ -45,6 +46,8 @@ class SchedulerSuite(Suite):
     max_wait_steps: ClassVar[int] = 200
     #: how often one request is preempted at most, however short memory is
     max_preemptions: ClassVar[int] = 12
+    #: ``waits`` says why requests did not advance, for a step as a whole
+    tells_waits: ClassVar[bool] = False
     #: name of the option that bounds the queue
     queue_bound: ClassVar[str | None] = None
 
@@ -237,6 +240,53 @@ class SchedulerSuite(Suite):
                 Scheduler.requeue,
                 preemptions=most,
             )
+
+    # ------------------------------------------------------------------ reasons
+
+    @promised("tells_waits")
+    @pytest.mark.parametrize("short", [False, True], ids=["compute", "memory"])
+    def test_reasons_of_a_whole_step(self, short: bool) -> None:
+        """``waits`` agrees with ``explain`` about every slot that it names, and has a reason for the queue while
+        somebody waits whom nothing holds."""
+        work = make_work(16, seed=11)
+        memory = (SHORT if short else AMPLE) | {"prefix_caching": False}
+        kinds: set[str] = set()
+        with self.scheduling(seqs=8, budget=64 if short else 9, cache=memory) as (engine, watch):
+            submit(engine, work)
+
+            def check(step: int) -> None:
+                if step:
+                    kinds.update(self._check_waits(engine))
+
+            check_outputs(drive(engine, watch, before_step=check), work, Scheduler.waits)
+        require(kinds, "waits gives reasons while requests wait", Scheduler.waits)
+
+    @staticmethod
+    def _check_waits(engine: Engine) -> set[str]:
+        """The kinds of waits that a step had."""
+        waits, table = engine.parts.scheduler.waits(), engine.table
+        for kind, slots in (("compute", waits.compute), ("memory", waits.memory)):
+            for slot in slots:
+                request = table.requests[slot]
+                wait = None if request is None else engine.explain(request.request_id)
+                require(
+                    wait is not None and wait.kind == kind,
+                    "waits names running slots that explain gives the same kind of reason for",
+                    StepWaits,
+                    slot=slot,
+                    kind=kind,
+                    answer=wait,
+                )
+        free = [r.request_id for r in engine.parts.lifecycle.requests.values() if r.slot < 0 and not r.holds]
+        require(
+            not free or (waits.queue is not None and waits.queue.kind in WAIT_KINDS and waits.queue.detail),
+            "waits.queue says why the next request was not admitted while any waits",
+            StepWaits,
+            waiting=free,
+            answer=waits.queue,
+        )
+        kinds = {kind for kind, slots in (("compute", waits.compute), ("memory", waits.memory)) if slots}
+        return kinds | ({waits.queue.kind} if waits.queue is not None else set())
 
     # ------------------------------------------------------------------ ends
 
