@@ -101,13 +101,6 @@ class SaysNothingOfAWholeStep(_Scheduler):
         return StepWaits()
 
 
-@found_by("SchedulerSuite", "test_reasons_of_a_whole_step", "the same kind of reason", short=False)
-class TakesComputeForMemory(_Scheduler):
-    def waits(self) -> Any:
-        waits = super().waits()
-        return StepWaits(waits.queue, memory=waits.compute)
-
-
 # ---------------------------------------------------------------- attention
 
 
