@@ -10,7 +10,7 @@ import pytest
 from acme_trivet.watermark import green_tokens
 
 from trivet.engine import Engine
-from trivet.errors import PluginError, TrivetError
+from trivet.errors import PluginError, RequestError, TrivetError
 from trivet.registry import Catalog
 from trivet.testing import fakes
 from trivet.testing.fake_model import reference_logits, reference_tokens
@@ -67,6 +67,30 @@ def test_the_watermark_raises_green_tokens(tmp_path: Path) -> None:
     assert found != reference_tokens(prompt, 60)
 
 
+def test_the_logits_processor_changes_the_rows_that_ask(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(FAKES + "  scheduler: {use: continuous}\n  logits_processor: [{use: acme_no_echo, strength: 50}]\n")
+    engine = Engine(str(path), [fakes])
+    try:
+        for index, extra in enumerate((None, {"acme_no_echo": True}, {"acme_no_echo": 0.5})):
+            engine.add_request(str(index), [3, 1], SamplingParams(max_tokens=30, temperature=0, extra_args=extra))
+        with pytest.raises(RequestError, match="acme_no_echo.*positive number, got -1"):
+            engine.add_request("bad", [1], SamplingParams(extra_args={"acme_no_echo": -1}))
+        done = {}
+        while engine.has_work:
+            done |= {end.request.request_id: end.request.output_ids for end in engine.step().finished}
+    finally:
+        engine.shutdown()
+    assert done["0"] == reference_tokens([3, 1], 30)
+    for name, strength in (("1", 50.0), ("2", 0.5)):
+        tokens = [3, 1]
+        for token in done[name]:
+            logits = reference_logits(tokens, 64, [None])[-1]
+            logits[tokens[-1]] -= strength
+            assert token == int(logits.argmax())
+            tokens.append(token)
+
+
 def test_without_the_extension_nothing_is_wrapped(tmp_path: Path) -> None:
     prompt = [3, 1, 4]
     assert generate(tmp_path / "c.yaml", "  scheduler: {use: continuous}\n", [prompt]) == [reference_tokens(prompt, 20)]
@@ -78,6 +102,7 @@ def test_without_the_extension_nothing_is_wrapped(tmp_path: Path) -> None:
         ("  scheduler: {use: acme_shortest, patiense: 3}\n", "patience"),
         ("  scheduler: {use: acme_shortest, patience: -1}\n", "patience"),
         ("  scheduler: {use: acme_shortes}\n", "acme_shortest"),
+        ("  logits_processor: [{use: acme_no_echo, strength: 0}]\n", "strength"),
         ("  extension: [{use: acme_watermark}]\n", "key"),
         ("  extension: [{use: acme_watermark, key: 1, share: 2}]\n", "share"),
         ("  extension: [{use: acme_shortest}]\n", "scheduler"),

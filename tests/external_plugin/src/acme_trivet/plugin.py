@@ -1,4 +1,4 @@
-"""Entry point ``acme_shortest``: offers the scheduler, and imports nothing that it needs."""
+"""Entry point ``acme_shortest``: offers a scheduler and a logits processor, and imports nothing that they need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trivet.provider import Provider
 
 @hookimpl
 def trivet_providers() -> Sequence[Provider]:
-    """The scheduler's descriptor."""
+    """Their descriptors."""
     return [
         Provider(
             role="scheduler",
@@ -18,5 +18,12 @@ def trivet_providers() -> Sequence[Provider]:
             factory="acme_trivet.scheduler:ShortestFirst",
             options="acme_trivet.scheduler:ShortestOptions",
             summary="the shortest prompt first, and nobody later than after some steps",
-        )
+        ),
+        Provider(
+            role="logits_processor",
+            name="acme_no_echo",
+            factory="acme_trivet.no_echo:NoEcho",
+            options="acme_trivet.no_echo:NoEchoOptions",
+            summary="makes the token before less likely",
+        ),
     ]

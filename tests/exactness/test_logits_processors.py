@@ -1,0 +1,90 @@
+"""A logits processor of somebody else's, named in a configuration file, beside every other parameter."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import kit
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from trivet.engine import Engine
+from trivet.errors import RequestError
+from trivet.testing.fakes import FakeTokenizer
+from trivet_schemas.sampling import SamplingParams
+
+FAMILY = "qwen2"
+SOURCE = Path(__file__).parents[1] / "external_plugin" / "src"
+
+
+@pytest.fixture
+def engine(library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SOURCE))
+    import acme_trivet.plugin
+
+    config = kit.settings(library.path(FAMILY), FAMILY, block_size=8, budget=32, small=False)
+    config["plugins"]["logits_processor"] = [{"use": "acme_no_echo", "strength": 4.0}]
+    path = tmp_path / "engine.yaml"
+    path.write_text(yaml.safe_dump(config))
+    built = Engine(str(path), [FakeTokenizer(), acme_trivet.plugin])
+    yield built
+    built.shutdown()
+    for name in [name for name in sys.modules if name.startswith("acme_trivet")]:
+        del sys.modules[name]
+
+
+def run(engine: Engine, work: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[int]]:
+    for name, (prompt, params) in work.items():
+        engine.add_request(name, prompt, params)
+    done: dict[str, list[int]] = {}
+    while engine.has_work:
+        for end in engine.step().finished:
+            assert end.message is None, end.message
+            done[end.request.request_id] = end.request.output_ids
+    return done
+
+
+def test_greedy_tokens_are_those_of_the_changed_logits(engine: Engine, library: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(library.path(FAMILY), dtype=torch.float32).eval()
+    strengths: dict[str, tuple[Any, float]] = {"none": (None, 0.0), "given": (True, 4.0), "own": (0.7, 0.7)}
+    work: dict[str, tuple[list[int], SamplingParams]] = {}
+    for name, (asked, _) in strengths.items():
+        extra = None if asked is None else {"acme_no_echo": asked}
+        params = SamplingParams(max_tokens=20, temperature=0, extra_args=extra, presence_penalty=-1.0, ignore_eos=True)
+        work[name] = ([5, 9, 9, 2], params)
+    done = run(engine, work)
+    for name, (_, strength) in strengths.items():
+        tokens = [5, 9, 9, 2]
+        for token in done[name]:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens])).logits[0, -1]
+            logits[sorted(set(tokens[4:]))] += 1.0
+            logits[tokens[-1]] -= strength
+            assert token == int(logits.argmax())
+            tokens.append(token)
+
+
+def test_a_row_draws_the_same_alone_and_in_company(engine: Engine) -> None:
+    common: dict[str, Any] = {"max_tokens": 16, "seed": 3, "temperature": 0.9, "ignore_eos": True}
+    settings: list[dict[str, Any]] = [
+        {"extra_args": {"acme_no_echo": True}, "top_p": 0.9},
+        {"extra_args": {"acme_no_echo": 2.0}, "frequency_penalty": 0.5, "logit_bias": {4: 3.0}},
+        {"repetition_penalty": 1.3},
+        {"extra_args": {"acme_no_echo": True}, "allowed_token_ids": list(range(40))},
+        {},
+    ]
+    work = {str(n): ([n, 7, 7], SamplingParams(**common, **own)) for n, own in enumerate(settings)}
+    together = run(engine, work)
+    for name, item in work.items():
+        assert run(engine, {name: item})[name] == together[name]
+    assert len({tuple(tokens) for tokens in together.values()}) == len(settings)
+
+
+def test_wrong_arguments_are_refused_at_once(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="acme_no_echo.*positive number, got 'much'"):
+        engine.add_request("r", [1], SamplingParams(extra_args={"acme_no_echo": "much"}))
+    assert not engine.has_work
