@@ -39,6 +39,17 @@ class DrawParams(NamedTuple):
     seeds: NDArray[np.int64]  #: all 64 bits count
     positions: NDArray[np.int64]  #: position of the token in the output
 
+    def at(self, places: NDArray[np.int64]) -> DrawParams:
+        """The parameters of some of the rows."""
+        return DrawParams(
+            self.temperature[places],
+            self.top_k[places],
+            self.top_p[places],
+            self.min_p[places],
+            self.seeds[places],
+            self.positions[places],
+        )
+
 
 def argmax(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The largest logit of each row among the first ``size`` ids, in the dtype they have, without a copy.
@@ -85,8 +96,7 @@ def draw(
         places = np.flatnonzero(at)
         if len(places):
             assert part is not None
-            own = DrawParams(*(column[places] for column in params))
-            found.append((places, function(part, rows[places], size, own)))
+            found.append((places, function(part, rows[places], size, params.at(places))))
     for places, drawn in found:
         host = drawn.cpu().numpy()
         ids[places], highest[places] = host[0], host[1].view(np.float32)

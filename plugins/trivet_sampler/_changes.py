@@ -102,18 +102,18 @@ class Changer:
         biased = np.flatnonzero(state.bias.has[slots])
         if len(biased):
             row, (ids, bias) = state.bias.gather(slots[biased])
-            counts = np.bincount(row, minlength=len(biased))
+            counts = np.bincount(row, minlength=len(biased)).astype(np.int32)
             offsets, _ = spans(np.zeros(len(biased), np.int32), counts)
             add_bias(work, _sparse_tokens(biased, offsets, ids, work.device), _tensor(bias, work.device))
         penalised = np.flatnonzero(state.history.has[slots])
         if len(penalised):
-            offsets, ids, counts = state.history.tokens(rows, chosen[penalised])
+            offsets, ids, times = state.history.tokens(rows, chosen[penalised])
             own = slots[penalised]
             factors = (state.repetition[own], state.frequency[own], state.presence[own])
             apply_penalties(
                 work,
                 _sparse_tokens(penalised, offsets, ids, work.device),
-                _tensor(counts, work.device),
+                _tensor(times, work.device),
                 *(_tensor(factor, work.device) for factor in factors),
             )
 
