@@ -51,7 +51,8 @@ class Streams:
     def _add(self, name: str, length: int, count: int) -> Any:
         from trivet_schemas.sampling import SamplingParams
 
-        prompt = [self._rng.randrange(100, min(self.engine.model.vocab_size, 150_000)) for _ in range(length)]
+        ids = min(self.engine.model.vocab_size, 150_000)
+        prompt = [self._rng.randrange(min(100, ids // 2), ids) for _ in range(length)]
         params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
         return self.engine.add_request(name, prompt, params)
 
