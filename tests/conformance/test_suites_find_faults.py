@@ -19,7 +19,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "CacheSuite": {"on_demand": True, "finds_prefixes": True, "examples": 400},
     "SchedulerSuite": {"arrival_order": True, "steady_decodes": True, "tells_waits": True},
     "ModelSuite": {"attention": "fake"},
-    "SamplerSuite": {"top_k": False, "top_p": False, "min_p": False, "min_tokens": False},
+    "SamplerSuite": dict.fromkeys(
+        (
+            *("top_k", "top_p", "min_p", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
+            *("repetition_penalty", "frequency_penalty", "presence_penalty", "logprob_token_ids"),
+        ),
+        False,
+    ),
     "TokenizerSuite": {"texts": ("The capital of France is", "one, two, three, four, five, six")},
     "LogitsProcessorSuite": {"cases": ({"no_repeat": 1}, {"no_repeat": 5})},
 }

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trivet.plan import NewRequest
+from trivet.plan import NewRequest, Ragged
 from trivet.roles import LogitsProcessor, Sampled, Sampler, SampleRows
 from trivet.testing.suites._base import ArraySuite, require
 from trivet.testing.suites._sample_rows import Row, packed_bits, sample_rows_of
@@ -29,6 +29,13 @@ class SamplerBench(ArraySuite):
     min_tokens: ClassVar[bool] = True
     logprobs: ClassVar[bool] = True
     prompt_logprobs: ClassVar[bool] = True
+    logprob_token_ids: ClassVar[bool] = True
+    logit_bias: ClassVar[bool] = True
+    allowed_token_ids: ClassVar[bool] = True
+    bad_words: ClassVar[bool] = True
+    repetition_penalty: ClassVar[bool] = True
+    frequency_penalty: ClassVar[bool] = True
+    presence_penalty: ClassVar[bool] = True
     #: drafts in trees
     trees: ClassVar[bool] = True
     #: grammars' bitmasks
@@ -42,21 +49,27 @@ class SamplerBench(ArraySuite):
         sampler.bind(VOCAB, KNOWN_IDS, SLOTS, processors)
         return sampler
 
-    def add(self, sampler: Sampler, slot: int, *, seed: int = 0, **fields: Any) -> NewRequest:
-        """A request in a slot; its prompt has 5 tokens."""
+    def add(
+        self, sampler: Sampler, slot: int, *, seed: int = 0, words: Sequence[Sequence[int]] = (), **fields: Any
+    ) -> NewRequest:
+        """A request in a slot; its prompt is 0, 1, 2, 3, 4. ``words`` are the token sequences of its bad words."""
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 100} | fields)
         tokens = np.arange(5, dtype=np.int32)
         stop_ids = np.array(params.stop_token_ids, np.int32)
         request = NewRequest(
             f"r{slot}", slot, 100 + slot, tokens, 5, 0, [], params=params, seed=seed, stop_ids=stop_ids
         )
+        request.bad_words = Ragged.from_rows(list(words)) if words else None
         sampler.add(request)
         return request
 
     def draw(self, sampler: Sampler, rows: Sequence[Row], prompt_rows: Sequence[Any] = ()) -> Sampled:
-        """Sample a batch; ``prompt_rows`` are (slot, first position, logits) of prompt logprobs."""
-        tokens = np.tile(np.arange(64, dtype=np.int32) % KNOWN_IDS, (SLOTS, 1))
+        """Sample a batch; ``prompt_rows`` are (slot, first position, logits) of prompt logprobs. A request's output is
+        5, 6, 7, … up to its row's position."""
         lengths = np.full(SLOTS, 5, np.int32)
+        for row in rows:
+            lengths[row.slot] = 5 + row.position
+        tokens = np.tile(np.arange(max(64, lengths.max()), dtype=np.int32) % KNOWN_IDS, (SLOTS, 1))
         prompts = [(slot, 100 + slot, start, logits) for slot, start, logits in prompt_rows]
         logits, sample_rows = sample_rows_of(rows, tokens, lengths, prompts)
         if any(row.bits is not None for row in rows):

@@ -9,10 +9,11 @@ import numpy as np
 from trivet.roles import LogitsProcessor, Sampled, Sampler, SampleRows
 from trivet.testing.suites._base import promised, require
 from trivet.testing.suites._sample_rows import Row
-from trivet.testing.suites._sampler_bench import KNOWN_IDS, SLOTS, VOCAB, Force, KeepsArgmax, SamplerBench, softmax
+from trivet.testing.suites._sampler_bench import KNOWN_IDS, SLOTS, VOCAB, Force, KeepsArgmax, softmax
+from trivet.testing.suites._sampler_changes import SamplerChanges
 
 
-class SamplerSuite(SamplerBench):
+class SamplerSuite(SamplerChanges):
     """Draws from logits made for the purpose. Attributes named as fields of ``SamplingParams`` say which of them the
     sampler implements."""
 
@@ -21,7 +22,11 @@ class SamplerSuite(SamplerBench):
     def test_the_fields_that_are_implemented(self) -> None:
         """``fields`` names what the suite is told that it tests."""
         fields = self.bound().fields
-        for name in ("top_k", "top_p", "min_p", "min_tokens", "logprobs", "prompt_logprobs"):
+        for name in (
+            *("top_k", "top_p", "min_p", "min_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids"),
+            *("logit_bias", "allowed_token_ids", "bad_words"),
+            *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+        ):
             require(
                 (name in fields) == getattr(self, name),
                 "fields names the parameters that are implemented; set the suite's attributes of the same names alike",
