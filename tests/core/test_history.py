@@ -207,7 +207,9 @@ def test_rows_without_tokens_or_blocks_say_so_while_they_hold_a_slot() -> None:
         assert sum(t.preemptions for t in told.values()) == sum(r.num_preemptions for r in done.values()) > 0
         assert sum(t.recomputed_tokens for t in told.values()) > 0
         assert {kind for t in told.values() for kind in t.waits} >= {"memory", "compute"}
+        rows = Counter(row["request_id"] for step in e.recent_steps() for row in step["rows"])
         for i, t in told.items():
+            assert t.steps_run == rows[i], "one step at a time, so it runs when it is in the plan"
             statuses = [change.status for change in t.changes]
             assert statuses.count("preempted") == done[i].num_preemptions == statuses.count("admitted") - 1
             assert t.tokens >= 24 + 49 + t.recomputed_tokens - t.cached_tokens - 24
