@@ -88,3 +88,15 @@ def test_wrong_arguments_are_refused_at_once(engine: Engine) -> None:
     with pytest.raises(RequestError, match="acme_no_echo.*positive number, got 'much'"):
         engine.add_request("r", [1], SamplingParams(extra_args={"acme_no_echo": "much"}))
     assert not engine.has_work
+
+
+def test_bad_words_are_kept_out_of_a_text(engine: Engine, library: Any) -> None:
+    """Greedy, with words of which the model's own continuation has the letters."""
+    tokenizer = FakeTokenizer()
+    free = run(engine, {"free": ([5, 9], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))})["free"]
+    text = tokenizer.decode(free)
+    words = [text[3], text[6:8], text[10:13]]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, bad_words=words)
+    kept = tokenizer.decode(run(engine, {"kept": ([5, 9], params)})["kept"])
+    assert all(word in text and word not in kept for word in words)
+    assert kept[:3] == text[:3]

@@ -25,6 +25,14 @@ MIXED: list[dict[str, Any]] = [
     {"temperature": 1.7, "top_k": 50, "top_p": 0.8, "min_p": 0.01},
     {"min_p": 0.2, "extra_args": {"after": True}},
     {"temperature": 0, "extra_args": {"before": True}},
+    {
+        "repetition_penalty": 1.7,
+        "frequency_penalty": 0.6,
+        "presence_penalty": -0.3,
+        "prompt": [1, 4, 4],
+        "output": [4, 9],
+    },
+    {"logit_bias": {5: 2.5, 7: -100.0}, "allowed_token_ids": list(range(0, 200, 3)), "words": [[6], [9, 12]]},
 ]
 
 

@@ -350,3 +350,115 @@ def test_any_batch_equals_the_slow_reference(
     logits = make_logits(len(params), seed=position, scale=scale)
     drawn = rig.draw(logits.clone(), [Row(slot, position) for slot in range(len(params))])
     assert drawn == [[slow_draw(logits[i], SamplingParams(**p), seed, position)] for i, p in enumerate(params)]
+
+
+# ---------------------------------------------------------------- changes of logits
+
+
+def test_a_row_with_nothing_left_names_what_masked_it() -> None:
+    rig = Rig([Add("changing", torch.full((VOCAB,), -math.inf))])
+    rig.add(0, allowed_token_ids=[4, 310], words=[[4]]).add(1, allowed_token_ids=[5], stop_ids=[5], min_tokens=3)
+    rig.add(2, allowed_token_ids=[7]).add(3, logit_bias={4: 100.0}, extra_args={"changing": 1})
+    mask = torch.tensor([bits(None), bits(None), bits([6]), bits(None)], dtype=torch.int32)
+    sampled = rig.sample(make_logits(4), [Row(0), Row(1), Row(2), Row(3)], bitmask=mask)
+    assert [error.message.split("masked by ")[1] for error in sampled.errors] == [
+        "allowed_token_ids and bad_words",
+        "allowed_token_ids and min_tokens",
+        "structured_outputs and allowed_token_ids",
+        "logit_bias and logits processor Add",
+    ]
+
+
+def test_penalties_that_overflow_end_their_request_and_are_named() -> None:
+    rig = Rig().add(0, repetition_penalty=1e-38, prompt=[3, 8], temperature=0).add(1, temperature=0)
+    logits = make_logits(2)
+    logits[0, 3] = 30.0
+    sampled = rig.sample(logits.clone(), [Row(0), Row(1)])
+    (error,) = sampled.errors
+    assert (error.slot, error.message) == (0, "the logits are infinite (after repetition_penalty)")
+    assert sampled.accepted.row(1).tolist() == [int(logits[1, :KNOWN].argmax())]
+
+
+def test_changes_do_not_touch_raw_logprobs_nor_the_models_logits() -> None:
+    params: dict[str, Any] = {"logit_bias": {3: 100.0}, "repetition_penalty": 3.0, "logprobs": 2, "prompt": [8, 9]}
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = make_logits(2).to(dtype)
+        before = logits.clone()
+        rig = Rig().add(0, **params).add(1, temperature=0, logprobs=0)
+        sampled = rig.sample(logits, [Row(0), Row(1)])
+        assert sampled.accepted.row(0).tolist() == [3]
+        expected = before.double().log_softmax(1)
+        values = sampled.logprobs[0].values
+        assert values.token_ids[0, 0] == 3
+        np.testing.assert_allclose(values.logprobs[0], expected[0, values.token_ids[0].tolist()], atol=1e-5)
+        assert sampled.logprobs[1].values.token_ids.shape == (1, 1), "0: the chosen token's alone"
+        assert torch.equal(logits, before)
+
+
+def test_logprobs_of_tokens_asked_for_by_id() -> None:
+    logits = make_logits(3)
+    rig = Rig().add(0, temperature=0, logprob_token_ids=[7, 299, 329]).add(1, logprobs=3, logprob_token_ids=[5])
+    rig.add(2)
+    sampled = rig.sample(logits.clone(), [Row(0), Row(1), Row(2)])
+    first, second = (entry.values for entry in sampled.logprobs)
+    assert [entry.row for entry in sampled.logprobs] == [0, 1]
+    assert first.token_ids[0, 1:].tolist() == [7, 299, 329]
+    assert second.token_ids[0, 1:].tolist() == [*logits[1, :KNOWN].argsort(descending=True)[:3].tolist(), 5]
+    for row, values in enumerate((first, second)):
+        expected = logits[row].double().log_softmax(0)[values.token_ids[0].tolist()]
+        np.testing.assert_allclose(values.logprobs[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_long_and_short_bad_words_of_requests_that_come_and_go() -> None:
+    """A longer word than any before it changes how all are kept."""
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 3], logits[:, 4] = 2.0, 1.0
+    rig = Rig().add(0, temperature=0, words=[[9, 3]], output=[9])
+    assert rig.draw(logits[:1].clone(), [Row(0, 1)]) == [[4]]
+    rig.add(1, temperature=0, words=[[9, 8, 7, 3], [4]], output=[9, 8, 7])
+    assert rig.draw(logits.clone(), [Row(0, 1), Row(1, 3)]) == [[4], [0]]
+    rig.append(0, 6)
+    rig.append(1, 7)
+    assert rig.draw(logits.clone(), [Row(0, 2), Row(1, 4)]) == [[3], [3]]
+    rig.sampler.remove(1)
+    rig.add(1, temperature=0)
+    assert rig.draw(logits.clone(), [Row(0, 2), Row(1)]) == [[3], [3]]
+
+
+def test_a_word_that_begins_in_the_prompt_is_not_in_the_output() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3] = 2.0
+    rig = Rig().add(0, temperature=0, words=[[9, 3]], prompt=[9])
+    assert rig.draw(logits.clone(), [Row(0)]) == [[3]]
+
+
+def test_a_seeded_and_a_penalised_request_do_not_disturb_each_other() -> None:
+    first: dict[str, Any] = {"seed": 7, "top_k": 1}
+    second: dict[str, Any] = {"repetition_penalty": 1.8, "temperature": 0, "prompt": [4, 4, 9], "output": [9]}
+    logits = make_logits(2, seed=6)
+    alone = [
+        Rig().add(0, **first).draw(logits[:1].clone(), [Row(0)]),
+        Rig().add(0, **second).draw(logits[1:].clone(), [Row(0, 1)]),
+    ]
+    rig = Rig().add(0, **first).add(1, **second)
+    assert rig.draw(logits.clone(), [Row(0), Row(1, 1)]) == alone[0] + alone[1]
+    assert rig.draw(logits.flip(0), [Row(1, 1), Row(0)]) == alone[1] + alone[0]
+
+
+def test_only_rows_that_ask_for_changes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trivet_sampler._changes as changes
+
+    copied: list[list[int]] = []
+    float_rows = changes.float_rows
+
+    def watch(logits: Tensor, rows: Any, *rest: Any) -> Tensor:
+        copied.append(rows.tolist())
+        return float_rows(logits, rows, *rest)
+
+    monkeypatch.setattr(changes, "float_rows", watch)
+    rig = Rig().add(0).add(1, top_p=0.5).add(2, presence_penalty=1.0).add(3, min_tokens=2, stop_ids=[4])
+    logits = make_logits(5).bfloat16()
+    rig.draw(logits.clone(), [Row(0), Row(1), Row(2, drafts=[5]), Row(3, 1)])
+    rig.draw(logits.clone(), [Row(0), Row(1), Row(2, drafts=[5]), Row(3, 2)])
+    rig.draw(logits[:2].clone(), [Row(0), Row(1)])
+    assert copied == [[2, 3, 4], [2, 3]]
