@@ -21,6 +21,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from trivet.context import Hold
 from trivet.engine import Engine
+from trivet.hookspecs import hookimpl
 from trivet.simulation import IdTokenizer, SimulatedExecutor, simple_layers
 from trivet.testing import fakes
 from trivet.timeline import RUN
@@ -213,6 +214,29 @@ def test_rows_without_tokens_or_blocks_say_so_while_they_hold_a_slot() -> None:
             statuses = [change.status for change in t.changes]
             assert statuses.count("preempted") == done[i].num_preemptions == statuses.count("admitted") - 1
             assert t.tokens >= 24 + 49 + t.recomputed_tokens - t.cached_tokens - 24
+
+
+def test_running_rows_that_take_turns_wait_for_compute() -> None:
+    class Narrow:
+        @hookimpl(wrapper=True)
+        def trivet_schedule(self, inputs: Any) -> Any:
+            if inputs.step_id > 1:
+                inputs.token_budget = 1
+            return (yield)
+
+    with engine(Narrow()) as e:
+        for name in ("a", "b"):
+            e.add_request(name, [1, 2], greedy(5))
+        drain(e)
+        rows = Counter(row["request_id"] for step in e.recent_steps() for row in step["rows"])
+        for name in ("a", "b"):
+            timeline = e.timeline(name)
+            assert timeline is not None
+            assert timeline.steps_run == rows[name] == 5
+        assert timeline.waits["compute"].steps == timeline.steps - 5 == 4
+        span = next(span for span in timeline.spans if span.kind == "compute")
+        assert (span.steps, span.detail) == (4, "the step's token budget of 1 went to others")
+        assert span.numbers == {"token_budget": 1}
 
 
 @pytest.mark.parametrize("size", [1, 3])
