@@ -1,1 +1,1 @@
-"""Sampler: temperature, top-k, top-p, min-p and reproducible seeds."""
+"""Sampler: every sampling parameter, in mixed batches, with reproducible seeds."""

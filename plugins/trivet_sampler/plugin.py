@@ -10,7 +10,7 @@ from trivet.provider import Provider, Suitability
 
 
 def _suits(_context: Context) -> Suitability:
-    return Suitability(10, "plain PyTorch, runs on any device")
+    return Suitability(10, "runs on any device")
 
 
 @hookimpl
@@ -22,6 +22,6 @@ def trivet_providers() -> Sequence[Provider]:
             name="sampler",
             factory="trivet_sampler.sampler:TorchSampler",
             suits=_suits,
-            summary="temperature, top-k, top-p, min-p, reproducible seeds, logprobs, verification of drafts",
+            summary="every sampling parameter, reproducible seeds, logprobs, verification of drafts",
         )
     ]

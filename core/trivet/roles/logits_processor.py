@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class LogitsProcessor(Role):
-    """Sees every sampling row of a step at once, draft rows included.
+    """Sees every sampling row of a step at once that it is for, draft rows included. A sampler may leave out the rows
+    of requests that no processor is for.
 
     State is kept by slot; a request keeps its slot while it runs, so rows are added and removed but never move.
     """
