@@ -53,8 +53,9 @@ def classes() -> dict[str, type]:
             for key, value in vars(module).items()
             if inspect.isclass(value) and value.__module__ == name and not key.startswith("_") and key not in PLAIN
         }
-    planner = importlib.import_module("trivet.planner")
-    return found | {"Planner": planner.Planner, "Admission": planner.Admission}
+    planner, policies = importlib.import_module("trivet.planner"), importlib.import_module("trivet.policies")
+    found |= {"Planner": planner.Planner, "Admission": planner.Admission}
+    return found | {name: getattr(policies, name) for name in ("Policy", "SchedulingPolicy", "VictimPolicy")}
 
 
 def members(cls: type) -> set[str]:
