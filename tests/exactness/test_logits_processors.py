@@ -100,3 +100,19 @@ def test_bad_words_are_kept_out_of_a_text(engine: Engine, library: Any) -> None:
     kept = tokenizer.decode(run(engine, {"kept": ([5, 9], params)})["kept"])
     assert all(word in text and word not in kept for word in words)
     assert kept[:3] == text[:3]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {kit.VOCAB: 1.0}),
+        ("allowed_token_ids", [0, kit.VOCAB]),
+        ("logprob_token_ids", [kit.VOCAB]),
+        ("stop_token_ids", [kit.VOCAB]),
+    ],
+)
+def test_ids_beyond_the_vocabulary_are_refused_and_neighbours_finish(engine: Engine, field: str, value: Any) -> None:
+    engine.add_request("good", [5, 9], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+    with pytest.raises(RequestError, match=f"{field}.*below the vocabulary size {kit.VOCAB}"):
+        engine.add_request("bad", [5], SamplingParams(**{field: value}))
+    assert len(run(engine, {})["good"]) == 6
