@@ -1,7 +1,7 @@
 /* Finding a place in the ranking of tokens without sorting them all. */
 #include "sampling_row.h"
 
-enum { FEW = 24 };
+enum { FEW = 24, MANY = 2048, BINS = 2048 };
 
 INLINE void swap(item_t *a, item_t *b) {
     item_t kept = *a;
@@ -37,7 +37,35 @@ void trivet_order(item_t *items, int64_t count) {
     insert_all(items, count);
 }
 
+/* Leaves of many items those of the bin of ranks in which the first ones come to weigh `share`, less what is before it;
+ * returns how many, 0 if all weigh less. No branch depends on an item. */
+static int64_t narrow(item_t *items, int64_t count, int64_t *share, uint64_t *lowest) {
+    int64_t bins[BINS] = {0};
+    uint64_t high = 0, low = ~0ull;
+    for (int64_t i = 0; i < count; i++) {
+        high = items[i].rank > high ? items[i].rank : high;
+        low = items[i].rank < low ? items[i].rank : low;
+    }
+    int shift = 0;
+    while ((high - low) >> shift >= BINS) shift++;
+    for (int64_t i = 0; i < count; i++) bins[(high - items[i].rank) >> shift] += items[i].weight;
+    uint64_t chosen = 0;
+    while (chosen < BINS && bins[chosen] < *share) *share -= bins[chosen++];
+    *lowest = low;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count && chosen < BINS; i++) {
+        items[kept] = items[i];
+        kept += (high - items[i].rank) >> shift == chosen;
+    }
+    return kept;
+}
+
 uint64_t trivet_last_rank(item_t *items, int64_t count, int64_t share) {
+    while (count > MANY) {
+        uint64_t lowest;
+        count = narrow(items, count, &share, &lowest);
+        if (!count) return lowest;
+    }
     while (count > FEW) {
         int64_t front = divide(items, count), weight = 0;
         for (int64_t i = 0; i < front; i++) weight += items[i].weight;

@@ -123,7 +123,7 @@ INLINE int64_t list_from(const row_t *r, float least, int weigh, int dtype) {
 }
 
 /* sampling_rank.c: the rank of the last of the first items, in order, that weigh `share` together (the last of all if
- * all weigh less). Items are moved. */
+ * all weigh less). Items are moved, and some may be lost. */
 uint64_t trivet_last_rank(item_t *items, int64_t count, int64_t share);
 
 /* Orders items, the first in rank first. */
