@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from trivet.beam_search import BeamSearch, step_params, whole_params
+from trivet.conversations import check_conversation
 from trivet.engine_thread import EngineThread
 from trivet.errors import EngineUnhealthyError, RequestError
 from trivet.output.stage import Output, OutputStage
@@ -161,7 +162,7 @@ class AsyncEngine:
         """
         if self._defaults is None:
             self._defaults = default_sampling_params(self.engine)
-        return self._defaults.model_copy()
+        return self._defaults.detached()
 
     # ------------------------------------------------------------------ requests
 
@@ -206,7 +207,7 @@ class AsyncEngine:
 
         def prompt(preparer: Preparer) -> PromptType:
             tokenizer = preparer.tokenizer
-            text = tokenizer.chat(messages, **template)
+            text = tokenizer.chat(check_conversation(messages), **template)
             return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
         return cast("AsyncGenerator[RequestOutput, None]", self._run(prompt, sampling_params, request_id, priority))
@@ -221,9 +222,7 @@ class AsyncEngine:
     ) -> BeamSearchOutput:
         """Search for the likeliest outputs of a prompt, see :meth:`trivet.LLM.beam_search`; cancelling the task aborts
         it. Raises as :meth:`generate`."""
-        if self._thread is None:
-            await self.start()
-        await self.check_health()
+        await self._be_ready()
         assert self._preparer is not None
         eos_ids, name = eos_token_ids(self.engine), request_id or uuid.uuid4().hex
         step = step_params(params, eos_ids, self.model.vocab_size)
@@ -254,6 +253,8 @@ class AsyncEngine:
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Pool the hidden states of a prompt; cancelling the task aborts the request. Raises as :meth:`generate`."""
         params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise TypeError(f"params must be PoolingParams, got {type(params).__name__}")
         outputs = [output async for output in self._run(lambda _: prompt, params, request_id, priority)]
         return cast("PoolingRequestOutput[PoolingOutput]", outputs[-1])
 
@@ -296,9 +297,7 @@ class AsyncEngine:
         priority: int | None,
     ) -> AsyncGenerator[Output, None]:
         arrival = time.monotonic()
-        if self._thread is None:
-            await self.start()
-        await self.check_health()
+        await self._be_ready()
         preparer = self._preparer
         assert preparer is not None
 
@@ -309,6 +308,12 @@ class AsyncEngine:
         # Rendering and tokenising a long text takes a while, in which other streams go on.
         async for output in self._follow(await asyncio.to_thread(prepare), arrival):
             yield output
+
+    async def _be_ready(self) -> None:
+        """Start, or wait for the start that is under way; raises unless requests are taken then."""
+        if self._thread is None or not self._thread.started.done():
+            await self.start()
+        await self.check_health()
 
     async def _last(self, submission: Submission) -> RequestOutput:
         outputs = [output async for output in self._follow(submission, time.monotonic())]

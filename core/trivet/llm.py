@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from trivet.batch import run_batch
 from trivet.beam_search import BeamSearch, search_all, step_params, whole_params
+from trivet.conversations import Message, conversations_of, template_variables
 from trivet.engine import Engine
 from trivet.errors import RequestError
 from trivet.output.stage import OutputStage
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from trivet_schemas.config import EngineConfig
     from trivet_schemas.prompts import PromptType
 
-Message = Mapping[str, Any]
 PoolingTask = Literal["embed", "score", "classify"]
 
 
@@ -184,7 +184,8 @@ class LLM:
         Raises:
             RequestError: Also if there is no chat template, or it refuses the messages.
         """
-        conversations = _conversations(messages)
+        conversations = conversations_of(messages)
+        variables = template_variables(chat_template_kwargs)
         tokenizer = self._preparer.tokenizer
         prompts = []
         for index, conversation in enumerate(conversations):
@@ -195,7 +196,7 @@ class LLM:
                     chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
-                    **(chat_template_kwargs or {}),
+                    **variables,
                 )
             except RequestError as exc:
                 raise _located(exc, index, len(conversations), "conversation") from None
@@ -222,11 +223,12 @@ class LLM:
             concurrency_limit: Search for so many prompts at once; None: for all.
 
         Raises:
-            RequestError: If a prompt is refused, or the sampler reports no logprobs.
+            RequestError: If a prompt or the limit is refused, or the sampler reports no logprobs.
         """
         step = step_params(params, self._eos_ids, self.engine.model.vocab_size)
         items = _as_list(prompts)
         whole = whole_params(params, step)
+        together = _concurrency(concurrency_limit) or len(items) or 1
         with self._lock:
             searches = [
                 BeamSearch(
@@ -237,7 +239,6 @@ class LLM:
                 )
                 for index, item in enumerate(items)
             ]
-            together = concurrency_limit or len(searches) or 1
             with Progress(len(items), use_tqdm) as progress:
                 for start in range(0, len(searches), together):
                     search_all(
@@ -352,7 +353,7 @@ class LLM:
         and the defaults of :class:`SamplingParams` for the rest; ``generation_config="vllm"`` leaves the file out."""
         if self._defaults is None:
             self._defaults = default_sampling_params(self.engine)
-        return self._defaults.model_copy()
+        return self._defaults.detached()
 
     def timeline(self, request_id: str) -> RequestTimeline | None:
         """The whole story of a request that ended not long ago, see :meth:`trivet.Engine.timeline`: what it waited for,
@@ -394,6 +395,8 @@ class LLM:
     ) -> list[Any]:
         items = _as_list(prompts)
         each = _per_prompt(params, kind, len(items))
+        if priority is not None and not hasattr(priority, "__len__"):
+            raise RequestError(f"priority: must be a list with one per prompt, got {priority!r}", param="priority")
         if priority is not None and len(priority) != len(items):
             raise RequestError(f"priority: got {len(priority)} values for {len(items)} prompts", param="priority")
         with self._lock:
@@ -425,7 +428,8 @@ def _for_task(params: Any, task: PoolingTask) -> Any:
         return PoolingParams(task=task)
     if isinstance(params, PoolingParams):
         return params if params.task == task else params.replace(task=task)
-    return [_for_task(one, task) for one in params] if isinstance(params, Sequence) else params
+    several = isinstance(params, Sequence) and not isinstance(params, str | bytes)
+    return [_for_task(one, task) for one in params] if several else params
 
 
 def _facts(output: PoolingRequestOutput[PoolingOutput], outputs: Any) -> tuple[Any, ...]:
@@ -456,10 +460,12 @@ def _per_prompt(params: Any, kind: type[AnyParams], count: int) -> list[AnyParam
     return list(params)
 
 
-def _conversations(messages: Any) -> list[Sequence[Message]]:
-    if not messages:
-        raise RequestError("messages: must have at least one message, got none", param="messages")
-    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+def _concurrency(limit: int | None) -> int | None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise RequestError(
+            f"concurrency_limit: must be an integer of at least 1, or None, got {limit!r}", param="concurrency_limit"
+        )
+    return limit
 
 
 def _located(error: RequestError | ParameterError, index: int, count: int, what: str) -> RequestError:

@@ -104,6 +104,7 @@ class Preparer:
         """
         if not isinstance(params, SamplingParams | PoolingParams):
             raise TypeError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
+        params = params.detached()
         try:
             parsed = parse_prompt(prompt)
         except ParameterError as exc:
@@ -135,10 +136,10 @@ class Preparer:
 
     def _children(self, request_id: str, params: AnyParams) -> tuple[tuple[str, AnyParams], ...]:
         if not isinstance(params, SamplingParams):
-            return ((request_id, params.model_copy()),)
+            return ((request_id, params),)
         count = params.num_sampled
         if count == 1:
-            return ((request_id, params.model_copy(update={"best_of": None})),)
+            return ((request_id, params if params.best_of is None else params.model_copy(update={"best_of": None})),)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         # Every output has the same prompt, so one child reports its logprobs.
         common: dict[str, Any] = {"n": 1, "best_of": None}
@@ -183,6 +184,8 @@ def single_prompt(prompts: Any) -> bool:
     """Whether ``prompts`` is one prompt (text, token ids, a mapping) and not a sequence of prompts."""
     if isinstance(prompts, str | bytes | Mapping):
         return True
-    if getattr(prompts, "ndim", None) == 1:
-        return True
-    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts)
+    if getattr(prompts, "ndim", None) in {0, 1}:
+        return True  # a single number is refused as a prompt
+    if not isinstance(prompts, Sequence) or not prompts:
+        return False
+    return all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in prompts)

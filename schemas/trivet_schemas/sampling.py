@@ -17,6 +17,7 @@ from trivet_schemas.validation import format_validation_error
 __all__ = [
     "ENGINE_FIELDS",
     "GREEDY_TEMPERATURE",
+    "MAX_OUTPUTS",
     "MAX_TEMPERATURE",
     "BeamSearchParams",
     "PoolingParams",
@@ -25,6 +26,8 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
+MAX_OUTPUTS = 16_384
+"""Most outputs of one request: each is a request of its own inside, so that one number must not fill the memory."""
 MAX_TEMPERATURE = 2.0
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: logits divided by so little only overflow."""
@@ -131,9 +134,13 @@ def _structured(value: Any) -> Any:
 # Limits stand before the function: they then belong to the number's own schema, and the JSON Schema shows them.
 _INTEGER = BeforeValidator(_integer)
 _NUMBER = BeforeValidator(_number)
-_Int = Annotated[int, _INTEGER]
 _Bool = Annotated[bool, BeforeValidator(_boolean)]
 _Text = Annotated[str, Field(min_length=1)]
+# What goes to a worker fits the integers there; nothing that is counted comes near these limits.
+_MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
+_Priority = Annotated[int, Field(ge=-_MAX_INT64 - 1, le=_MAX_INT64), _INTEGER]
+_Logprobs = Annotated[int, Field(ge=-1, le=_MAX_INT32), _INTEGER]
+_MaxTokens = Annotated[int, Field(ge=1, le=_MAX_INT64), _INTEGER]
 _TokenId = Annotated[int, Field(ge=0), _INTEGER]
 _Texts = Annotated[list[_Text], BeforeValidator(_string_list, json_schema_input_type=str | list[str] | None)]
 _TokenIds = Annotated[list[_TokenId], BeforeValidator(_optional_list, json_schema_input_type=list[int] | None)]
@@ -177,6 +184,17 @@ class _Params(BaseModel):
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**(given | changes))
 
+    def detached(self) -> Self:
+        """A copy whose lists and mappings are its own: what is done to this object, or within it, leaves it as it is.
+        What ``extra_args`` holds is shared."""
+        made = self.model_copy()
+        for name, value in made.__dict__.items():
+            if isinstance(value, list):
+                made.__dict__[name] = list(value)
+            elif isinstance(value, dict):
+                made.__dict__[name] = dict(value)
+        return made
+
     def _broken_rules(self) -> Iterator[tuple[frozenset[str], Problem]]:
         """The rules between fields that are broken, each with the fields it reads."""
         yield from ()
@@ -191,9 +209,9 @@ class SamplingParams(_Params):
         ParameterError: With every broken rule: field, value and rule.
     """
 
-    n: Annotated[int, Field(ge=1), _INTEGER] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_OUTPUTS), _INTEGER] = 1
     """Outputs for the prompt; output ``i`` samples with ``seed + i``."""
-    best_of: Annotated[int, Field(ge=1), _INTEGER] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_OUTPUTS), _INTEGER] | None = None
     """Sample this many outputs and return the ``n`` whose tokens have the highest sum of logprobs, best first; None:
     as many as are returned. Nothing can be streamed before the last of them has ended."""
     presence_penalty: _Penalty = 0.0
@@ -206,7 +224,9 @@ class SamplingParams(_Params):
     """Divides the logits; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), _NUMBER] = 1.0
     """Keep the most likely tokens whose probabilities sum to at least this."""
-    top_k: Annotated[int, Field(ge=0), BeforeValidator(_disabled_top_k, json_schema_input_type=int), _INTEGER] = 0
+    top_k: Annotated[
+        int, Field(ge=0, le=_MAX_INT32), BeforeValidator(_disabled_top_k, json_schema_input_type=int), _INTEGER
+    ] = 0
     """Keep this many of the most likely tokens; 0 (or -1, which becomes 0) keeps all."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0), _NUMBER] = 0.0
     """Keep tokens at least this likely relative to the most likely one."""
@@ -223,13 +243,13 @@ class SamplingParams(_Params):
     """Leave the stop string at the end of the text."""
     ignore_eos: _Bool = False
     """Go on after the model's end of sequence."""
-    max_tokens: Annotated[int, Field(ge=1), _INTEGER] | None = 16
+    max_tokens: _MaxTokens | None = 16
     """Most tokens to generate; None: until the context is full."""
     min_tokens: Annotated[int, Field(ge=0), _INTEGER] = 0
     """Tokens before which neither the end of sequence nor a stop token is sampled."""
-    logprobs: Annotated[int, Field(ge=-1), _INTEGER] | None = None
+    logprobs: _Logprobs | None = None
     """Return each token's logprob and those of this many most likely tokens; 0: the token's alone, -1: all."""
-    prompt_logprobs: Annotated[int, Field(ge=-1), _INTEGER] | None = None
+    prompt_logprobs: _Logprobs | None = None
     """The same for the tokens of the prompt."""
     logprob_token_ids: Annotated[list[_TokenId], Field(min_length=1), BeforeValidator(_plain_list)] | None = None
     """Return the logprobs of exactly these tokens, in this order, with each generated token's own; with ``logprobs``,
@@ -254,7 +274,7 @@ class SamplingParams(_Params):
     """A constraint on the shape of the output."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each streamed output holds."""
-    priority: _Int = 0
+    priority: _Priority = 0
     """Lower runs first, under a scheduling policy that looks at it."""
     cache_salt: _Text | None = None
     """Requests share cached prompt blocks only with those of the same salt."""
@@ -358,15 +378,15 @@ class BeamSearchParams(_Params):
 
     beam_width: Annotated[int, Field(ge=1), _INTEGER]
     """Beams that are kept after each token, and sequences that are returned."""
-    max_tokens: Annotated[int, Field(ge=1), _INTEGER]
+    max_tokens: _MaxTokens
     """Most tokens to generate; what the context has room for if that is less."""
     ignore_eos: _Bool = False
     """Go on after the model's end of sequence."""
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE), _NUMBER] = 0.0
     """Above 0 a token is drawn for every beam at this temperature and extends it too, besides the most likely ones;
     logprobs are the model's own in any case."""
-    length_penalty: Annotated[float, _NUMBER] = 1.0
-    """Sequences are ranked by the sum of their logprobs divided by their length to this power."""
+    length_penalty: Annotated[float, Field(ge=-10.0, le=10.0), _NUMBER] = 1.0
+    """Sequences are ranked by the sum of their logprobs divided by their length to this power, -10 to 10."""
     include_stop_str_in_output: _Bool = False
     """Leave the end of sequence in ``tokens`` and ``text``."""
 
@@ -385,7 +405,7 @@ class PoolingParams(_Params):
     leaves it to the model, which means the last unless its files say otherwise."""
     use_activation: _Bool | None = None
     """Whether scores and classes are probabilities; False returns what the model's head puts out."""
-    priority: _Int = 0
+    priority: _Priority = 0
     """Lower runs first, under a scheduling policy that looks at it."""
     extra_args: dict[str, Any] | None = None
     """Arguments for plugins."""

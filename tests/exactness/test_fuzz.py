@@ -223,8 +223,8 @@ class Fuzz:
             if number % canary_every == 0:
                 await start(f"canary {number}", CANARY_PROMPT, CANARY)
             name: Any = f"r{number}"
-            if r.random() < 0.02 and self.running:
-                name = r.choice(sorted(self.running, key=str))
+            if r.random() < 0.02 and (others := [each for each in self.running if not str(each).startswith("canary")]):
+                name = r.choice(sorted(others, key=str))
             elif r.random() < 0.01:
                 name = r.choice(["", "\ud800", 5, "r1\x00", "ü" * 1000])
             given = prompt(r)
