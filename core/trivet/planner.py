@@ -274,11 +274,13 @@ class Planner:
             fork, shared, loads = -1, hit.num_tokens, hit.loads
         t.num_computed[slot] = t.num_committed[slot] = shared
         # A prompt whose logprobs are wanted is never found; whatever else is loaded comes on top of the hit.
-        first = known if self._connector is not None else min(known, shared + budget)
-        most = int(t.max_total[slot])
-        total = max(min(first + self._lookahead, most), first)
-        reserved = max(min(known + max(reserve, self._lookahead), most), known)
-        got = self.cache.extend(*(np.array([n], np.int32) for n in (slot, total, reserved)))
+        chunk = min(known, shared + budget)
+        connector = self._connector if fork < 0 and not t.whole_prompt[slot] else None
+        first = known if connector is not None else chunk
+        got = self._room(slot, first, known, reserve)
+        if got.rows < 1 and first > chunk and t.num_running == 1:
+            # Nobody will make more room. Groups with a window may hold it chunk by chunk, if nothing is loaded.
+            connector, got = None, self._room(slot, chunk, known, reserve)
         if got.rows < 1:
             return False
         # Only now is it certain that the request gets in, and whatever its blocks need may enter the plan.
@@ -289,8 +291,8 @@ class Planner:
         # The logits of a prompt position that is loaded are never computed.
         for load in loads:
             self._life.start_load(request, load, external=False)
-        if self._connector is not None and fork < 0 and not t.whole_prompt[slot]:
-            external = self._connector.match(request, shared)
+        if connector is not None:
+            external = connector.match(request, shared)
             count = min(external.num_tokens, known - 1 - shared) if external is not None else 0
             if external is not None and count > 0:
                 load = self._life.external_load(slot, request, shared, count, external)
@@ -304,6 +306,13 @@ class Planner:
             hold = Hold("grammar", "core", "its grammar is being compiled", time.monotonic())
             request.holds[hold.plugin, hold.kind] = hold
         return True
+
+    def _room(self, slot: int, first: int, known: int, reserve: int) -> Allocation:
+        """Blocks for ``first`` tokens of a slot, if there are as many as ``known`` and ``reserve`` more need."""
+        most = int(self.table.max_total[slot])
+        total = max(min(first + self._lookahead, most), first)
+        reserved = max(min(known + max(reserve, self._lookahead), most), known)
+        return self.cache.extend(*(np.array([n], np.int32) for n in (slot, total, reserved)))
 
     def _note(self, got: Allocation, *, appended: bool = False) -> None:
         """Copies and zeroing travel with the plan; appended blocks do only for slots that the workers know already."""

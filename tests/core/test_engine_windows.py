@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import machine_kit as kit
 import pytest
 from engine_kit import FAKE, check_free, drain, engine, greedy
 
@@ -53,4 +54,22 @@ def test_tokens_are_those_of_the_naive_loop(model: str, block_size: int, budget:
             want = reference_tokens(prompt, 12, windows=windows, chunked=chunked)
             assert done[str(i)].output_ids == want, f"request {i}: {prompt}"
         assert e.parts.cache.stats().prefix_hits > 0
+        check_free(e)
+
+
+@pytest.mark.parametrize("load", [0, 1], ids=["nothing to load", "loads"])
+def test_a_pool_for_a_window_takes_a_long_prompt_beside_a_connector(load: int) -> None:
+    settings: dict[str, Any] = {
+        "model": FAKE["model"] | {"windows": [5]},
+        "cache": {"use": "paged", "block_size": 5, "num_blocks": 1 + 5},
+        "scheduler": {"use": "continuous", "max_num_batched_tokens": 7, "max_num_seqs": 2},
+        "connector": {"use": "depot", "load": load, "seed": 3},
+    }
+    prompts = [[(7 * i + j) % 64 for j in range(29)] for i in range(4)]
+    with engine(kit, max_model_len=40, **settings) as e:
+        for i, prompt in enumerate(prompts):
+            e.add_request(str(i), prompt, greedy(8))
+        done = drain(e)
+        for i, prompt in enumerate(prompts):
+            assert done[str(i)].output_ids == reference_tokens(prompt, 8, windows=[5])
         check_free(e)
