@@ -29,9 +29,16 @@ class GroupQueue:
         return iter(self._members.values())
 
     def push(self, request: Request) -> None:
-        """Queue a request at the place that its key gives it."""
+        """Queue a request at the place that its key gives it. Raises what the key raises, also where it cannot be
+        compared with the others'; then the request is not queued."""
+        entry = self.key(request), request.index, request
+        try:
+            heapq.heappush(self._heap, entry)
+        except Exception:
+            self._heap = [other for other in self._heap if other is not entry]
+            heapq.heapify(self._heap)
+            raise
         self._members[request.request_id] = request
-        heapq.heappush(self._heap, (self.key(request), request.index, request))
 
     def remove(self, request: Request) -> bool:
         """Drop a request; False when it is not queued."""
@@ -107,10 +114,13 @@ class WaitingQueue:
         """Queue a request."""
         self._policy.queued(request)
         name = self._policy.group(request)
-        group = self._groups.get(name)
-        if group is None:
-            group = self._groups[name] = GroupQueue(self._policy.key)
-        group.push(request)
+        group = self._groups.get(name) or GroupQueue(self._policy.key)
+        try:
+            group.push(request)
+        except Exception:
+            self._policy.removed(request)
+            raise
+        self._groups[name] = group
         self._count += 1
         self.num_tokens += request.num_prompt
 

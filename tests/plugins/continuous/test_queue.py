@@ -150,3 +150,30 @@ def test_removed_requests_do_not_pile_up() -> None:
     (group,) = queue._groups.values()
     assert len(group._heap) < 100
     assert queue.head() is first
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_request_whose_key_cannot_be_compared_leaves_the_queue_as_it_was(grouped: bool) -> None:
+    class Odd(Grouped):
+        def key(self, request: Request) -> Any:
+            if request.num_prompt == 9:
+                raise KeyError("no key")
+            return str(request.num_prompt) if request.num_prompt == 8 else request.num_prompt
+
+    policy = Odd()
+    queue = WaitingQueue(policy)
+    good = [make(i, 1 + i % 6, priority=i if grouped else 0) for i in range(12)]
+    for request in good:
+        queue.push(request)
+        for length, error in ((8, TypeError), (9, KeyError)):
+            with pytest.raises(error):
+                queue.push(make(100, length, priority=request.priority))
+            queue.check_integrity()
+    assert (len(queue), policy.waiting) == (12, 12)
+    while (head := queue.head()) is not None:
+        queue.pop(head)
+    assert policy.waiting == 0
+    with pytest.raises(KeyError):
+        queue.push(make(100, 9))
+    queue.check_integrity()
+    assert queue.head() is None
