@@ -306,9 +306,9 @@ def _check_number(param: str, value: Any, kind: type[_T], default: _T) -> _T:
         return default
     try:
         number = operator.index(value) if kind is int else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if isinstance(number, float) and not math.isfinite(number):
         raise RequestError(f"{param} must be {'an integer' if kind is int else 'a number'}, got {value!r}", param=param)
     return kind(number)
 
@@ -338,6 +338,6 @@ def _check_params(params: SamplingParams | PoolingParams) -> None:
         return
     try:
         encode_params(params)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         names = ", ".join(sorted(params.model_fields_set & _FREE_FIELDS))
         raise RequestError(f"{names}: cannot be sent to a worker: {error}", param=names) from None

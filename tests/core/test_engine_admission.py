@@ -33,6 +33,7 @@ LONE = "\ud800"
         ({"extra": {"a": 1}}, r"extra\['a'\] must be bytes, got int"),
         ({"priority": "high"}, "priority must be an integer, got 'high'"),
         ({"priority": 1.5}, "priority must be an integer, got 1.5"),
+        ({"arrival_time": 10**400}, "arrival_time must be a number"),
         ({"arrival_time": "now"}, "arrival_time must be a number"),
         ({"arrival_time": float("nan")}, "arrival_time must be a number, got nan"),
         ({"prompt_token_ids": None}, "list of integers"),
@@ -142,3 +143,11 @@ def test_one_id_may_be_aborted_as_it_is() -> None:
         e.abort("12")
         done = drain(e)
         assert {i: r.finish_reason for i, r in done.items()} == {"1": "length", "2": "length", "12": "abort"}
+
+
+def test_a_priority_may_be_any_integer() -> None:
+    scheduler = {"use": "continuous", "max_num_seqs": 1, "policy": "priority"}
+    with engine(scheduler=scheduler) as e:
+        for name, priority in {"last": 10**400, "second": 3, "first": -(10**400)}.items():
+            e.add_request(name, [1, 2], greedy(2), priority=priority)
+        assert list(drain(e)) == ["first", "second", "last"]
