@@ -12,6 +12,7 @@ from trivet.errors import OverloadedError, RequestError, TrivetError
 from trivet.launcher.errors import complain
 from trivet.output.stage import OutputStage
 from trivet.submission import Preparer, Submission, eos_token_ids
+from trivet.watchdog import Monitor
 
 if TYPE_CHECKING:
     from trivet.roles.tokenizer import Tokenizer
@@ -41,11 +42,13 @@ class Session:
         )
         self._unfinished: dict[str, Submission] = {}
         self._waiting: deque[tuple[Submission, int]] = deque()
+        self._monitor = Monitor(self.engine, lambda _: None)  # it logs what it finds, and the engine takes no more work
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._monitor.stop()
         self.engine.shutdown()
 
     @property

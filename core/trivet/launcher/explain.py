@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trivet_schemas.outputs import RequestOutput
 
 _STEPS = 16_384  # remembered at least, since it is steps that are asked for
+_FEW = 10  # ids that are named where there is not the one that was asked for
 
 
 def explain(
@@ -66,7 +67,7 @@ def explain(
             raise typer.BadParameter("goes with --input", param_hint="--set")
         dump = read_dump(source)
         found = print_dump(dump, request, as_json=as_json)
-        code = 0
+        stories, code = dump["requests"], 0
     else:
         config = read_config(source, set_)
         stories, code = _run(config, input_)
@@ -74,9 +75,16 @@ def explain(
             heading("steps that requests ran and waited")
         found = print_stories(stories, request, as_json=as_json)
     if not found:
-        complain(f"--request: there is no request {request!r}")
+        complain(f"--request: there is no request {request!r}; {_known([story['request_id'] for story in stories])}")
         code = WRONG_INPUT
     raise typer.Exit(code)
+
+
+def _known(names: list[str]) -> str:
+    if not names:
+        return "there is none at all"
+    shown = ", ".join(map(repr, names[:_FEW]))
+    return f"there are {shown}" + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
 
 
 def _run(config: EngineConfig, input_: str) -> tuple[list[Record], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,18 @@ def test_a_request_can_be_named(site: Site, run: Run, requests: Path) -> None:
     assert "request r0" in result.out
     result = run("explain", config, "-i", requests, "-r", "nobody")
     assert result.code == 2
-    assert "there is no request 'nobody'" in result.err
+    assert "there is no request 'nobody'; there are 'r" in result.err
+    assert all(f"'r{i}'" in result.err for i in range(4))
+
+
+def test_an_id_that_is_not_there_names_ten_of_those_that_are(site: Site, run: Run) -> None:
+    path = site.write("many.jsonl", *({"id": f"r{i}", "prompt": "hello"} for i in range(13)))
+    result = run("explain", site.config(generate=_GREEDY), "-i", path, "-r", "nobody", "--json")
+    assert (result.code, result.out) == (2, "")
+    assert len(re.findall(r"'r\d+'", result.err)) == 10
+    assert "and 3 more" in result.err
+    result = run("explain", site.config(generate=_GREEDY), "-i", site.write("none.jsonl"), "-r", "nobody")
+    assert "there is no request 'nobody'; there is none at all" in result.err
 
 
 def test_json_has_an_object_per_request_whose_numbers_add_up(site: Site, run: Run) -> None:

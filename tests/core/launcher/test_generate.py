@@ -138,3 +138,34 @@ def test_a_request_that_fails_as_it_runs_is_named_and_the_others_are_printed(sit
     assert continuation("c", 8) in result.out
     assert "prompt 2 of 3: " in result.err
     assert "NaN" in result.err
+
+
+def test_a_step_that_hangs_ends_requests_with_the_reason_and_leaves_a_dump(site: Site, run: Run) -> None:
+    """The second step hangs until the watchdog has written down what it saw."""
+    dump = site.folder / "dump.json"
+    site.plugin(
+        "sleeper",
+        f"""
+        import pathlib, time
+
+        steps = []
+
+        @hookimpl(wrapper=True)
+        def trivet_forward(batch):
+            steps.append(batch)
+            end = time.monotonic() + 30
+            while len(steps) == 2 and not pathlib.Path({str(dump)!r}).exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            return (yield)
+        """,
+    )
+    watchdog = {"seconds": 0.5, "dump": str(dump)}
+    config = site.config(plugins={"extension": [{"use": "sleeper"}]}, watchdog=watchdog)
+    result = run("generate", config, "--prompt", "abc", "--json")
+    assert result.code == 1
+    (record,) = result.records
+    assert "a worker hangs" in str(record)
+    told = run("explain", dump)
+    assert told.code == 0
+    assert "a step has not returned for 0.5 s; a worker hangs" in told.out
+    assert "time.sleep" in told.out or "trivet_forward" in told.out
