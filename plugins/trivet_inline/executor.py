@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
+from trivet.errors import WorkerFault
 from trivet.roles.executor import Executor, PendingStep
 from trivet_inline.options import InlineOptions
 
@@ -79,11 +80,20 @@ class InlineExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> PendingStep:
         if self._thread is not None:
-            return self._thread.submit(self._runner.execute, plan)
+            return self._thread.submit(self._execute, plan)
         try:
             return FinishedStep(self._runner.execute(plan))
         except Exception as exc:  # noqa: BLE001 - raised where the engine takes the result, as with every executor
             return FinishedStep(exc)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """A step on the worker's thread; what would end that thread must not end the engine's in its place."""
+        try:
+            return self._runner.execute(plan)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise WorkerFault(f"the worker's thread was told to end: {error!r}") from error
 
     def call(self, method: str, *args: Any) -> list[Any]:
         if method.startswith("_") or not callable(getattr(self._runner, method, None)):
@@ -94,9 +104,11 @@ class InlineExecutor(Executor):
         self._do(self._runner.check_integrity)
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._do(self._worker.shutdown_all)
-            self._worker = None
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        worker, self._worker = self._worker, None
+        try:
+            if worker is not None:
+                self._do(worker.shutdown_all)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None

@@ -120,3 +120,39 @@ def test_the_flat_argument_sets_it() -> None:
         assert e.parts.executor.token_feedback
     finally:
         e.shutdown()
+
+
+def test_a_plugin_that_ends_its_thread_ends_the_step_and_nothing_else() -> None:
+    class Leaves:
+        armed = True
+
+        @hookimpl(wrapper=True)
+        def trivet_forward(self, batch: Any) -> Any:
+            if self.armed:
+                self.armed = False
+                raise SystemExit("enough")
+            return (yield)
+
+    with engine(Leaves(), executor=OVERLAPPED) as e:
+        e.add_request("a", [1, 2, 3], greedy(3))
+        done = drain(e)
+        assert done["a"].finish_reason == "error"
+        assert "the worker's thread was told to end: SystemExit('enough')" in done["a"].message
+        e.add_request("b", [1, 2, 3], greedy(3))
+        expect(drain(e), {"b": ([1, 2, 3], 3)})
+
+
+def test_the_thread_ends_where_a_part_of_the_worker_cannot_be_shut_down() -> None:
+    with engine(executor=OVERLAPPED) as e:
+        executor = e.parts.executor
+        worker = executor._worker
+
+        def broken() -> None:
+            raise OSError("it will not end")
+
+        thread = executor._thread.submit(threading.current_thread).result()
+        worker.shutdown_all = broken
+        with pytest.raises(OSError, match="it will not end"):
+            executor.shutdown()
+        assert not thread.is_alive()
+        del worker.shutdown_all
