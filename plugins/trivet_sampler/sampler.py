@@ -162,7 +162,7 @@ class TorchSampler(Sampler):
         slot = int(rows.row_slots[row])
         names = ["structured_outputs"] if constrained_rows(rows)[row] else []
         names += self._state.changing(slot, int(rows.positions[row]))
-        names += [
+        processors = [
             f"logits processor {type(processor).__name__}"
             for processor, wants in zip(self._processors, self._state.wants, strict=True)
             if wants[slot]
@@ -170,8 +170,10 @@ class TorchSampler(Sampler):
         if highest != -np.inf:
             what = "NaN" if np.isnan(highest) else "infinite"
             # Masks make no numbers.
-            names = [name for name in names if name not in _MASKS]
+            names = [name for name in names if name not in _MASKS] + processors
             return f"the logits are {what}" + (f" (after {', '.join(names)})" if names else "")
+        # Penalties and biases mask nothing, unless they are so large that nothing else can be the reason.
+        names = [name for name in names if name in _MASKS] + processors or names
         if names:
             return f"no token is left to draw: everything is masked by {' and '.join(names)}"
         return "the model gives no token a probability: all logits are -inf"

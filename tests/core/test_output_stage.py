@@ -436,6 +436,33 @@ def test_everything_can_be_ended_with_one_error() -> None:
     assert play.stage.num_unfinished == 0
 
 
+@pytest.mark.parametrize("kind", ["cumulative", "final"])
+def test_an_end_with_one_error_leaves_the_text_so_far(kind: str) -> None:
+    play = Play(ScriptedEngine({tuple(PROMPT): _ids("abcdef")}))
+    play.add(SamplingParams(output_kind=kind))
+    for _ in range(3):
+        play.take(play.stage.process(play.engine.step()))
+    (output,) = play.stage.fail_all("the engine is gone")
+    assert isinstance(output, RequestOutput)
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("abc", _ids("abc"))
+
+
+def test_a_token_without_text_keeps_no_other_request_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = PieceTokenizer(_PIECES)
+    tokenizer.poison = 4
+    play = Play(ScriptedEngine({(1,): [4, 4, 4], (2,): [1, 2, 3]}, tokenizer=tokenizer))
+    for prompt in (1, 2):
+        play.add(SamplingParams(output_kind="final"), [prompt], str(prompt))
+    for _ in range(2):
+        play.take(play.stage.process(play.engine.step()))
+    first, second = play.stage.fail_all("the engine is gone")
+    assert isinstance(first, RequestOutput)
+    assert isinstance(second, RequestOutput)
+    assert (first.outputs[0].text, second.outputs[0].text) == ("", tokenizer.decode([1, 2]))
+    assert {output.error for output in (first, second)} == {"the engine is gone"}
+    assert "request 1" in caplog.text
+
+
 def test_a_request_that_pools_has_one_output() -> None:
     play = Play(ScriptedEngine({}))
     play.add(PoolingParams(), [3, 4])

@@ -126,8 +126,14 @@ class Completion:
         return self._finder is not None and self._finder.found is not None
 
     def fail(self) -> None:
-        """End with ``error``; what has been given out stays."""
+        """End with ``error``; what has been given out stays, and text that waited for the end is made.
+
+        Raises:
+            Exception: Whatever the tokenizer raises; the output has ended all the same.
+        """
         self.finish_reason = "error"
+        if self._deferred and self._tokenizer is not None and self.token_ids:
+            self._write(self._text_of(self.token_ids))
 
     def snapshot(self) -> CompletionOutput:
         """Everything so far, as a copy."""

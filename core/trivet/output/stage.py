@@ -211,7 +211,10 @@ class OutputStage:
     def _fail(self, group: _Group, message: str) -> None:
         for completion in group.completions:
             if not completion.finished:
-                completion.fail()
+                try:
+                    completion.fail()
+                except Exception:  # noqa: BLE001  # one request's text keeps no other from its end
+                    _log.exception("request %s: it failed, and has no text either", group.submission.request_id)
         group.ended, group.error = True, group.error or message
 
     def _add_prompt_logprobs(self, group: _Group, chunk: PromptLogprobs) -> None:

@@ -365,7 +365,7 @@ def test_a_row_with_nothing_left_names_what_masked_it() -> None:
         "allowed_token_ids and bad_words",
         "allowed_token_ids and min_tokens",
         "structured_outputs and allowed_token_ids",
-        "logit_bias and logits processor Add",
+        "logits processor Add",
     ]
 
 
