@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import drafting
@@ -20,6 +20,7 @@ from machine_oracle import VOCAB, Wanted
 
 from trivet.context import Hold
 from trivet.engine import Engine
+from trivet.errors import OverloadedError
 from trivet.testing import fakes
 from trivet.testing.fake_model import reference_tokens
 from trivet_schemas.sampling import PoolingParams, SamplingParams
@@ -111,7 +112,7 @@ class Life(RuleBasedStateMachine):
         self.chaos.cache, self.chaos.groups = self.engine.parts.cache, self.engine.parts.layout.groups
         self.all: list[Wanted] = []
         self.held: dict[str, Wanted] = {}
-        self.count = 0
+        self.count = self.refused = 0
 
     # ------------------------------------------------------------------ requests come
 
@@ -383,9 +384,18 @@ def threaded(seed: int, rules: int) -> None:
     rng = random.Random(seed)
     life: Any = Life()
     executor = {"depth": rng.randint(1, 3), "feedback": rng.random() < 0.7, "mode": "thread", "wire": False}
-    transfers = rng.choice([None, {"load": rng.randint(0, 3), "store": rng.randint(0, 2), "seed": seed}])
+    start_at_random(life, rng, rng.choice(MEMORIES), rng.choice(SCHEDULERS), executor)
+    drive(life, rng, rules)
+
+
+def start_at_random(life: Any, rng: random.Random, memory: Any, scheduler: Any, executor: Any) -> None:
+    transfers = rng.choice([None, {"load": rng.randint(0, 3), "store": rng.randint(0, 2), "seed": rng.randrange(100)}])
     drafts = rng.choice([None, None, "random_tree", "far"])
-    life.start(rng.choice(MEMORIES), rng.choice(SCHEDULERS), executor, drafts, transfers, rng.choice([(), (7,)]))
+    life.start(memory, scheduler, executor, drafts, transfers, rng.choice([(), (7,)]))
+
+
+def drive(life: Any, rng: random.Random, rules: int, more: Sequence[Callable[[], None]] = ()) -> None:
+    """Let ``rules`` things happen to a life that has started, ``more`` among them, and bring it to its end."""
 
     def who() -> list[int]:
         return [rng.randrange(31) for _ in range(rng.randint(1, 3))]
@@ -413,10 +423,14 @@ def threaded(seed: int, rules: int) -> None:
         lambda: life.arm(rng.choice(kit.PHASES), rng.random() < 0.5, who()),
         life.refuse,
         *[lambda: life.step(rng.randint(1, 6))] * 8,
+        *more,
     ]
     try:
         for _ in range(rules):
-            rng.choice(choices)()
+            try:
+                rng.choice(choices)()
+            except OverloadedError:
+                life.refused += 1
         life.finish()
     finally:
         life.engine.shutdown()

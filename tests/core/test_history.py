@@ -17,7 +17,7 @@ import test_engine_machine as machine
 from engine_kit import config, drain, engine, greedy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from trivet.context import Hold
 from trivet.engine import Engine
@@ -25,6 +25,7 @@ from trivet.hookspecs import hookimpl
 from trivet.simulation import IdTokenizer, SimulatedExecutor, simple_layers
 from trivet.testing import fakes
 from trivet.timeline import RUN
+from trivet_schemas.sampling import SamplingParams
 
 
 class Clock:
@@ -45,6 +46,13 @@ class Watched(machine.Life):
 
     size = 4096
 
+    @rule(count=st.integers(2, 5), tokens=st.integers(10, 30), temperature=st.sampled_from([0, 1]))
+    def add_growing(self, count: int, tokens: int, temperature: float) -> None:
+        """Requests that are admitted together and do not fit together."""
+        for i in range(count):
+            prompt = [(17 * self.count + 3 * j) % 64 for j in range(1 + i % 3)]
+            self.add(prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True))
+
     @initialize(size=st.sampled_from([1, 4, 30, 4096]))
     def choose(self, size: int) -> None:
         self.size = size
@@ -54,6 +62,7 @@ class Watched(machine.Life):
         history.records = type(history.records)(maxlen=self.size)
         self.seen: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.tokens: Counter[str] = Counter()
+        self.preempted: Counter[str] = Counter()
         record, history._record = history._record, lambda *args: self.judge(record(*args), args[2])
 
     def judge(self, record: Any, plan: Any) -> Any:
@@ -62,6 +71,7 @@ class Watched(machine.Life):
         planned = set() if plan is None else set(plan.slots.tolist())
         for name, request in life.requests.items():
             self.seen[name][self.reason(request, planned, waits)] += 1
+        self.preempted.update(record.preempted)
         if plan is not None:
             for slot, count in zip(plan.slots.tolist(), plan.num_scheduled.tolist(), strict=True):
                 self.tokens[table.requests[slot].request_id] += count
@@ -111,6 +121,12 @@ class Watched(machine.Life):
         parts = timeline.seconds_run + sum(wait.seconds for wait in timeline.waits.values())
         assert parts == pytest.approx(timeline.seconds, abs=1e-4)
         assert timeline.changes[0].status == "queued"
+        request = next(wanted.request for wanted in self.all if wanted.request_id == name)
+        assert timeline.preemptions == request.num_preemptions
+        if not timeline.changes_left_out:
+            entries = [change.status for change in timeline.changes if change.status in ("admitted", "preempted")]
+            assert entries == (["admitted", "preempted"] * (request.num_preemptions + 1))[: len(entries)]
+            assert entries.count("preempted") == request.num_preemptions
 
     def finish(self) -> None:
         super().finish()
@@ -120,6 +136,8 @@ class Watched(machine.Life):
             assert timeline is not None
             assert (timeline.status, timeline.finish_reason) == ("finished", wanted.request.finish_reason)
             assert timeline.changes[-1].status == "finished"
+            # The canary's step tells of whatever happened since the last one.
+            assert self.preempted[wanted.request_id] == wanted.request.num_preemptions
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +171,7 @@ def test_in_short_lives_every_step_has_one_reason_and_all_add_up() -> None:
 
 @pytest.mark.full
 def test_in_long_lives_every_step_has_one_reason_and_all_add_up() -> None:
-    lives(300, 60)
+    lives(120, 50)
 
 
 # ---------------------------------------------------------------------- what is told
@@ -258,8 +276,6 @@ def test_steps_that_fell_out_of_the_ring_are_counted_by_kind(size: int) -> None:
 
 
 def test_those_that_are_held_say_for_what_with_numbers() -> None:
-    from trivet_schemas.sampling import SamplingParams
-
     with engine(kit, grammar=[{"use": "parity"}], executor={"use": "held", "depth": 1}) as e:
         e.add_request("parent", [1, 2, 3, 4, 5], greedy(4))
         e.add_request("child", [1, 2, 3, 4, 5], greedy(4), parent="parent")
