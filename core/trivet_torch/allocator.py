@@ -11,6 +11,8 @@ from pathlib import Path
 
 # See madvise(2) of Linux.
 _MADV_DONTNEED = 4
+# What is mapped into this process; with what of it is in memory (Linux).
+_MAPS, _DETAILED_MAPS = Path("/proc/self/maps"), Path("/proc/self/smaps")
 # Parameters of mallopt(3) of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # While a model is loaded, blocks of this size come from the system one by one and go back to it when they are freed.
@@ -35,34 +37,73 @@ def trim() -> None:
         release(0)
 
 
-def release_code(maps: Path = Path("/proc/self/maps")) -> None:
+def release_code() -> None:
     """Let the code of shared libraries leave this process' memory (Linux); what runs again comes back from the system's
     cache of files, in a fraction of a millisecond per MiB.
 
     Most of the 70 MiB of torch's code that importing it has touched registers operators, and never runs again. Only
     executable pages that cannot be written are let go of: nobody has changed those.
-
-    Args:
-        maps: What the system says is mapped.
     """
+    if _MAPS.is_file():
+        _release(libraries_code(_MAPS.read_text()))
+
+
+def release_libraries() -> None:
+    """As :func:`release_code`, with data of shared libraries that cannot be written and never was, such as tables of
+    symbols. Finding out takes the system tens of milliseconds."""
+    if _DETAILED_MAPS.is_file():
+        _release(unchanged_libraries(_DETAILED_MAPS.read_text()))
+
+
+def _release(spans: list[tuple[int, int]]) -> None:
     madvise = getattr(_libc(), "madvise", None)
-    if madvise is None or not maps.is_file():
-        return
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for line in maps.read_text().splitlines():
-        span, access, _, _, inode, *path = line.split(maxsplit=5)
-        if access == "r-xp" and inode != "0" and path and ".so" in path[0].rpartition("/")[2]:
-            start, end = (int(address, 16) for address in span.split("-"))
+    if madvise is not None:
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for start, end in spans:
             madvise(start, end - start, _MADV_DONTNEED)
 
 
+def libraries_code(maps: str) -> list[tuple[int, int]]:
+    """First address and end of the executable mappings of shared libraries that cannot be written, from the text of
+    ``/proc/PID/maps``."""
+    return [span for line in maps.splitlines() if "r-xp" in line and (span := _library(line)) is not None]
+
+
+def unchanged_libraries(maps: str) -> list[tuple[int, int]]:
+    """First address and end of the mappings of shared libraries that are in memory, cannot be written and hold nothing
+    but the file's own bytes (the linker has filled in some), from the text of ``/proc/PID/smaps``."""
+    found: list[tuple[int, int]] = []
+    span: tuple[int, int] | None = None
+    sizes: dict[str, int] = {}
+    for line in maps.splitlines():
+        name, colon, value = line.partition(":")
+        if not colon or " " in name:
+            span = _library(line)
+        elif value.endswith(" kB"):
+            sizes[name] = int(value[:-3])
+        elif name == "VmFlags" and span is not None and sizes["Rss"] and not sizes["Anonymous"] + sizes["Swap"]:
+            found.append(span)
+    return found
+
+
+def _library(line: str) -> tuple[int, int] | None:
+    """First address and end of a mapping, from its line in ``/proc/PID/maps``; None if it can be written, or is none of
+    a shared library."""
+    addresses, access, _, _, inode, *path = line.split(maxsplit=5)
+    if access[1] == "w" or inode == "0" or not path or ".so" not in path[0].rpartition("/")[2]:
+        return None
+    begin, end = addresses.split("-")
+    return int(begin, 16), int(end, 16)
+
+
 class Trimmer:
-    """Gives back, now and then, what steps have freed.
+    """Gives back, now and then, what steps do not need any more: freed memory, and code that has run.
 
     Results of a step take megabytes and come from the heap, between the small objects of the engine that stay. So what
     one step leaves free is not always what the next one needs, and the heap grows although no more of it is in use than
-    before. Giving it back costs the next step some milliseconds for new pages: it is done after steps of many tokens,
-    which take far longer, and once in many small ones.
+    before. A product of a new shape has the library generate code for it, and with that run megabytes of its own that
+    may not run again. Both cost the next step some milliseconds to get back: it is done within and after steps of many
+    tokens, which take far longer, and of the memory once in many small ones.
     """
 
     #: tokens that make a step a long one
@@ -76,9 +117,18 @@ class Trimmer:
     def stepped(self, num_tokens: int) -> None:
         """A step of ``num_tokens`` has ended."""
         self._steps += 1
-        if num_tokens >= self.MANY_TOKENS or self._steps >= self.EVERY:
+        if num_tokens >= self.MANY_TOKENS:
+            self._steps = 0
+            self.within(num_tokens)
+        elif self._steps >= self.EVERY:
             self._steps = 0
             trim()
+
+    def within(self, num_tokens: int) -> None:
+        """A step of ``num_tokens`` has come to a point where most of its results so far are not needed any more."""
+        if num_tokens >= self.MANY_TOKENS:
+            trim()
+            release_code()
 
 
 @contextmanager
@@ -86,23 +136,24 @@ def loading() -> Iterator[None]:
     """While weights are brought into their final form in the CPU's memory: large blocks are mappings of their own.
 
     Packing allocates pieces between weights that stay; from one heap the pieces would leave gaps, which never leave
-    memory. What was freed before and within is given back at both ends, before also code that has run. With glibc this
+    memory. What was freed before and within is given back at both ends, and so is code that has run. With glibc this
     fixes the thresholds of the whole process, which it otherwise adapts; nothing is changed where the environment sets
     them.
     """
-    release_code()
-    mallopt = getattr(_libc(), "mallopt", None)
-    if mallopt is None or any(name in os.environ for name in _SETTINGS):
-        yield
-        return
-    trim()
-    mallopt(_M_MMAP_THRESHOLD, _LOADING_BYTES)
+    release_libraries()
+    is_set = any(name in os.environ for name in _SETTINGS)
+    mallopt = None if is_set else getattr(_libc(), "mallopt", None)
+    if mallopt is not None:
+        trim()
+        mallopt(_M_MMAP_THRESHOLD, _LOADING_BYTES)
     try:
         yield
     finally:
-        mallopt(_M_MMAP_THRESHOLD, _SERVING_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _SERVING_TRIM_BYTES)
-        trim()
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, _SERVING_BYTES)
+            mallopt(_M_TRIM_THRESHOLD, _SERVING_TRIM_BYTES)
+            trim()
+        release_libraries()
 
 
 def _libc() -> ctypes.CDLL | None:

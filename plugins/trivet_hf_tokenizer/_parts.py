@@ -42,7 +42,10 @@ def count_ids(backend: Backend) -> int:
     Converters to GGUF fill the vocabulary up to the number of rows of the model's matrices with ``[PAD151665]`` and so
     on, each named after its own id; at the end of a vocabulary these are rows without a meaning, not tokens.
     """
-    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    size = backend.get_vocab_size(with_added_tokens=True)
+    # A dictionary of all tokens takes tens of MiB, which Python does not give back as a whole.
+    if any(backend.id_to_token(token_id) is None for token_id in range(size)):
+        size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     added = backend.get_added_tokens_decoder()
     while size and size - 1 not in added and is_padding(backend.id_to_token(size - 1), size - 1):
         size -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,6 +49,15 @@ class Scratch:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
+#: rows that a layer computes at once outside of attention, which bounds what their intermediate results take
+SLICE = 256
+
+
+def slices(rows: int) -> Iterator[slice]:
+    """Rows ``[0, rows)`` in pieces of at most :data:`SLICE`."""
+    return (slice(first, first + SLICE) for first in range(0, rows, SLICE))
+
+
 class FeedForward(Protocol):
     """A feed-forward network: ``[T, hidden_size]`` to ``[T, hidden_size]``."""
 
@@ -69,27 +78,22 @@ def gate_with(activation: Activation, ops: Ops) -> Callable[[Tensor, Tensor | No
 class GatedMLP:
     """``down(activation(gate(x)) * up(x))``, with gate and up as one matrix."""
 
-    #: rows that are computed at once, which bounds what their intermediate results take; fewer cost time
-    SLICE = 512
-
     def __init__(
         self,
         gate_up: Linear,
         down: Linear,
         gate: Callable[[Tensor, Tensor | None], Tensor],
         scratch: Scratch | None,
-        sliced: bool,
     ) -> None:
+        """With ``scratch`` many rows are computed in slices."""
         self._gate_up, self._down, self._gate, self._scratch = gate_up, down, gate, scratch
-        self._slice = self.SLICE if sliced else 0
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        if self._slice == 0 or rows <= self._slice:
+        if self._scratch is None or rows <= SLICE:
             return self._rows(x)
         out = x.new_empty(rows, self._down.out_features)
-        for first in range(0, rows, self._slice):
-            part = slice(first, first + self._slice)
+        for part in slices(rows):
             out[part] = self._rows(x[part])
         return out
 
@@ -130,11 +134,27 @@ class BlockWeights:
 
 class Block:
     """One layer, in two pieces around its attention. What a sublayer puts out is added to the residual stream by the
-    norm that follows it, so it travels beside it (``delta``)."""
+    norm that follows it, so it travels beside it (``delta``).
 
-    def __init__(self, spec: DecoderSpec, weights: BlockWeights, table: Tensor, ops: Ops, scratch: Scratch | None):
-        """``table``: of the layer's rotary embeddings. Without ``scratch`` all results are new tensors."""
+    With scratch memory a long step is computed in slices of :data:`SLICE` tokens, except attention and experts, whose
+    products want many rows. What is as long as the step lies in buffers that the layers share: results of a layer are
+    lost when the next layer is computed.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: BlockWeights,
+        table: Tensor,
+        ops: Ops,
+        scratch: Scratch | None,
+        *,
+        sliced: bool = True,
+    ) -> None:
+        """``table``: of the layer's rotary embeddings. Without ``scratch`` all results are new tensors. ``sliced``:
+        whether the feed-forward network may be given a part of the rows."""
         self.weights = weights
+        self._sliced = sliced
         self._table, self._ops, self._scratch = table, ops, scratch
         self._eps = spec.eps
         self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -144,8 +164,14 @@ class Block:
         """Queries ``[T, H, D]``, keys and values ``[T, Hk, D]``, views of one tensor; ``delta`` is added to
         ``residual``."""
         weights = self.weights
-        qkv = weights.qkv(self._norm(residual, delta, weights.attention_norm))
-        rows, split = qkv.shape[0], self._query_size + self._kv_size
+        rows, split = residual.shape[0], self._query_size + self._kv_size
+        if self._scratch is None or rows <= SLICE:
+            qkv = weights.qkv(self._norm(residual, delta, weights.attention_norm))
+        else:
+            qkv = self._scratch.get("qkv", rows, split + self._kv_size)
+            for part in slices(rows):
+                added = None if delta is None else delta[part]
+                qkv[part] = weights.qkv(self._norm(residual[part], added, weights.attention_norm))
         query = qkv[:, : self._query_size].view(rows, self._heads, self._head_dim)
         key = qkv[:, self._query_size : split].view(rows, self._kv_heads, self._head_dim)
         value = qkv[:, split:].view(rows, self._kv_heads, self._head_dim)
@@ -162,6 +188,15 @@ class Block:
 
     def after(self, residual: Tensor, attended: Tensor) -> Tensor:
         """What the feed-forward network puts out ``[T, hidden_size]``; adds attention's output to ``residual``."""
+        rows = residual.shape[0]
+        if self._scratch is None or rows <= SLICE or not self._sliced:
+            return self._rows_after(residual, attended)
+        out = self._scratch.get("delta", *residual.shape)
+        for part in slices(rows):
+            out[part] = self._rows_after(residual[part], attended[part])
+        return out
+
+    def _rows_after(self, residual: Tensor, attended: Tensor) -> Tensor:
         weights = self.weights
         out = weights.out(attended.reshape(attended.shape[0], self._query_size))
         del attended

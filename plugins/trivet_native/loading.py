@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trivet_native.layers import Block, BlockWeights, FeedForward, GatedMLP, Scratch, gate_with
+from trivet_native.layers import SLICE, Block, BlockWeights, FeedForward, GatedMLP, Scratch, gate_with
 from trivet_native.moe import ClampedSwiGLU, Experts
 from trivet_torch.embedding import DeviceEmbedding, FileEmbedding
 from trivet_torch.linear import PlainLinear, make_linear
@@ -57,8 +57,7 @@ class Loader:
         # On accelerators torch keeps freed memory at hand, and what a recorded step (CUDA graph) takes has to stay.
         self._scratch = Scratch(dtype, device) if device.type == "cpu" and not plain else None
         if self._scratch is not None:
-            self._scratch.reserve("normed", max_tokens, spec.hidden_size)
-            self._scratch.reserve("gated", min(max_tokens, GatedMLP.SLICE), spec.intermediate_size)
+            self._reserve(self._scratch, max_tokens)
         self._embedding: DeviceEmbedding | None = None
         self._gate: Callable[[Tensor, Tensor | None], Tensor] = gate_with(spec.activation, ops)
 
@@ -113,7 +112,8 @@ class Loader:
             weights.key_norm = self._norm(f"{attention}.k_norm", spec.head_dim)
         if spec.sinks:
             weights.sinks = self._vector(f"{attention}.sinks", spec.num_heads)
-        return Block(spec, weights, self._tables[layer.rope], self._ops, self._scratch)
+        is_sliced = layer.experts is None
+        return Block(spec, weights, self._tables[layer.rope], self._ops, self._scratch, sliced=is_sliced)
 
     def finish(self) -> None:
         """Say so if the file has more than the model takes."""
@@ -124,6 +124,18 @@ class Loader:
             logger.warning("%s: the model has no use for the tensors %s%s", self._weights.location, shown, more)
 
     # ------------------------------------------------------------------ parts
+
+    def _reserve(self, scratch: Scratch, max_tokens: int) -> None:
+        """The memory that steps of up to ``max_tokens`` tokens will use."""
+        spec, rows = self._spec, min(max_tokens, SLICE)
+        if any(layer.experts is not None for layer in spec.layers):
+            scratch.reserve("normed", max_tokens, spec.hidden_size)
+        else:
+            scratch.reserve("normed", rows, spec.hidden_size)
+            scratch.reserve("gated", rows, spec.intermediate_size)
+        if max_tokens > SLICE:
+            scratch.reserve("qkv", max_tokens, spec.query_size + 2 * spec.kv_size)
+            scratch.reserve("delta", max_tokens, spec.hidden_size)
 
     def _feed_forward(self, path: str, layer: LayerSpec) -> FeedForward:
         spec = self._spec
@@ -148,7 +160,6 @@ class Loader:
             self._linear([f"{path}.{down}"], [hidden], size, bias=bias),
             gate or self._gate,
             self._scratch,
-            sliced=self._device.type == "cpu" and not self._plain,
         )
 
     def _experts(self, path: str, experts: ExpertsSpec) -> Experts:

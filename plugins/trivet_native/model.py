@@ -20,6 +20,7 @@ from trivet_native.families import make_spec
 from trivet_native.fields import FAMILIES
 from trivet_native.loading import Loader
 from trivet_native.rope import rope_table
+from trivet_torch.allocator import Trimmer
 from trivet_torch.dtypes import resolve_dtype
 from trivet_torch.rope import check_rope
 from trivet_torch.weights.stored import open_weights
@@ -46,6 +47,7 @@ class NativeModel(Model):
     def __init__(self, context: WorkerContext, options: NativeOptions) -> None:
         self._context, self._options = context, options
         self._weights: StoredWeights | None = None
+        self._trimmer = Trimmer()
 
     # ------------------------------------------------------------------ start
 
@@ -203,12 +205,16 @@ class NativeModel(Model):
             chosen = hidden[rows]
         elif len(rows):
             chosen = self._decoder.final_norm(residual[rows])
+        device, num_tokens = residual.device, len(residual)
+        del residual
+        if device.type == "cpu":  # logits of many rows take as much as everything before them
+            self._trimmer.within(num_tokens)
         if self._score is not None:  # there is nothing to sample from
             return ForwardOutput(None, hidden, outputs)
         if len(rows):
             logits = self._decoder.logits(chosen)
         else:
-            logits = torch.empty(0, self._spec.vocab_size, dtype=self._dtype, device=residual.device)
+            logits = torch.empty(0, self._spec.vocab_size, dtype=self._dtype, device=device)
         return ForwardOutput(logits, hidden, outputs)
 
     @property

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from trivet_torch import allocator
-from trivet_torch.allocator import Trimmer, release_code
+from trivet_torch.allocator import (
+    Trimmer,
+    libraries_code,
+    release_code,
+    release_libraries,
+    unchanged_libraries,
+)
 
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim")
 
@@ -62,28 +68,59 @@ def test_code_that_has_run_leaves_memory_and_runs_again() -> None:
         pytest.skip("the system does not tell what is mapped")
     code = (
         "import sys, torch\n"
-        "from trivet_torch.allocator import release_code\n"
+        "from trivet_torch.allocator import release_code, release_libraries\n"
         "def resident():\n"
         "    with open('/proc/self/status') as status:\n"
         "        return next(int(line.split()[1]) for line in status if line.startswith('RssFile:'))\n"
         "before = resident()\n"
         "release_code()\n"
+        "code = resident()\n"
+        "release_libraries()\n"
         "after = resident()\n"
         "assert torch.ones(3, 3).mm(torch.ones(3, 3)).sum() == 27\n"
-        "print(before, after)\n"
+        "print(before, code, after)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    before, after = map(int, done.stdout.split())
-    assert after < before / 2
+    before, code, after = map(int, done.stdout.split())
+    assert after < code < before / 2
 
 
-def test_without_a_list_of_mappings_nothing_is_released(tmp_path: Path) -> None:
-    release_code(tmp_path / "maps")
+def test_without_lists_of_mappings_nothing_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_MAPS", "_DETAILED_MAPS"):
+        monkeypatch.setattr(allocator, name, tmp_path / "maps")
+    monkeypatch.setattr(allocator, "_release", lambda spans: pytest.fail(f"{spans} released"))
+    release_code()
+    release_libraries()
+
+
+#: address, access, inode, path, and KiB resident, changed, swapped out
+MAPPINGS = [
+    ("1000-3000", "r-xp", 7, "/usr/lib/libtorch.so", 8, 0, 0),
+    ("3000-4000", "r--p", 7, "/usr/lib/libtorch.so", 4, 0, 0),
+    ("4000-5000", "r--p", 7, "/usr/lib/libtorch.so", 4, 4, 0),  # what the linker has filled in
+    ("5000-6000", "r--p", 7, "/usr/lib/libtorch.so", 4, 0, 4),  # the same, in part swapped out
+    ("6000-7000", "rw-p", 7, "/usr/lib/libtorch.so", 4, 0, 0),
+    ("7000-8000", "r-xp", 8, "/usr/lib/libc.so.6", 0, 0, 0),
+    ("8000-9000", "r--p", 9, "/models/model.safetensors", 4, 0, 0),
+    ("9000-a000", "r-xp", 0, "", 4, 0, 0),
+    ("a000-b000", "r-xp", 0, "[vdso]", 4, 0, 0),
+]
+
+
+def test_only_unchanged_mappings_of_libraries_are_released() -> None:
+    lines = [f"{span} {access} 00000000 08:01 {inode} {path}" for span, access, inode, path, *_ in MAPPINGS]
+    assert libraries_code("\n".join(lines)) == [(0x1000, 0x3000), (0x7000, 0x8000)]
+    details = [
+        f"{line}\nSize: 4 kB\nRss: {rss} kB\nAnonymous: {changed} kB\nSwap: {swapped} kB\nVmFlags: rd mr mw me"
+        for line, (*_, rss, changed, swapped) in zip(lines, MAPPINGS, strict=True)
+    ]
+    assert unchanged_libraries("\n".join(details)) == [(0x1000, 0x3000), (0x3000, 0x4000)]
 
 
 def test_memory_is_trimmed_after_long_steps_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[None] = []
     monkeypatch.setattr(allocator, "trim", lambda: trims.append(None))
+    monkeypatch.setattr(allocator, "release_code", lambda: None)
     trimmer = Trimmer()
 
     def trims_after(*steps: int) -> int:

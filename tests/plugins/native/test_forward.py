@@ -13,6 +13,8 @@ from worker_kit import Driver, all_logits
 
 from trivet.plan import LogitsRows
 from trivet.roles import ForwardBatch
+from trivet_native import layers, loading
+from trivet_native.layers import slices
 
 PROMPT = [3 + (7 * i) % 70 for i in range(21)]
 
@@ -110,3 +112,17 @@ def _first_logits(driver: Driver, prompts: list[list[int]]) -> torch.Tensor:
     for slot in range(len(prompts)):
         driver.drop(slot)
     return logits
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gemma3", "qwen2_moe"])
+def test_slices_of_a_long_step_make_no_difference(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = save(make_model(case), tmp_path / "model")
+    prompts = [PROMPT, PROMPT[:3], PROMPT[::-1]]
+    whole = _first_logits(native_runner(name), prompts)
+    cut: list[int] = []
+    monkeypatch.setattr(layers, "SLICE", 8)
+    monkeypatch.setattr(loading, "SLICE", 8)
+    monkeypatch.setattr(layers, "slices", lambda rows: (cut.append(rows), slices(rows))[1])
+    sliced = _first_logits(native_runner(name), prompts)
+    torch.testing.assert_close(sliced, whole, rtol=0, atol=1e-5)
+    assert cut.count(sum(map(len, prompts))) >= 3  # in every layer at least the projection before attention
