@@ -278,7 +278,7 @@ class StepHistory:
         """There was nothing to send. It counts as a step if requests wait although nothing is in flight (``busy``)."""
         if self._stories and not busy:
             self._idle(inputs, holds)
-        if inputs.token_budget == 0:
+        if inputs.token_budget == 0 or inputs.max_num_seqs <= 0:
             self.progress += 1  # somebody pauses the engine: it does as it was told
         self.step = inputs.step_id + 1
 

@@ -29,6 +29,7 @@ logger = logging.getLogger("trivet.engine")
 
 _FIRST = 4.0  # times the limit, for the first step: kernels are compiled, pages are read
 _MOST_REQUESTS, _FEW_REQUESTS, _FEW_STEPS = 1000, 20, 8  # in a dump's file; in the log
+_MOST_ASKED = 100  # requests of which the scheduler is asked why they wait: it may look at all the others each time
 _STRIDES = 20  # the limit is counted in at least so many pieces, so that a process that was stopped loses one at most
 
 
@@ -99,10 +100,11 @@ class Watchdog:
     # ------------------------------------------------------------------ what it tells
 
     def reasons(self) -> str:
-        """What the unfinished requests wait for, in a line: the kinds, how many each, and an example."""
+        """What unfinished requests wait for, in a line: the kinds, how many of the earliest each, and an example."""
         kinds: dict[str, list[str]] = defaultdict(list)
         examples: dict[str, str] = {}
-        for request in list(self._p.lifecycle.requests.values()):
+        requests = list(self._p.lifecycle.requests.values())
+        for request in requests[:_MOST_ASKED]:
             wait = self._wait(request.request_id)
             kind, detail = ("run", "") if wait is None else (wait["kind"], wait["detail"])
             kinds[kind].append(request.request_id)
@@ -113,6 +115,8 @@ class Watchdog:
             count = "1 request is" if len(names) == 1 else f"{len(names)} requests are"
             example = f" ({names[0]}: {examples[kind]})" if examples[kind] else f" ({names[0]})"
             told.append(f"{count} {words.get(kind, f'waiting for {kind}')}{example}")
+        if len(requests) > _MOST_ASKED:
+            told.append(f"and {len(requests) - _MOST_ASKED} more requests are unfinished")
         return "; ".join(told)
 
     def dump(self, reason: str) -> dict[str, Any]:
@@ -124,7 +128,7 @@ class Watchdog:
         return {
             "reason": reason,
             "time": time.time(),
-            "requests": [self._request(name) for name in names[:_MOST_REQUESTS]],
+            "requests": [self._request(name, asked=i < _MOST_ASKED) for i, name in enumerate(names[:_MOST_REQUESTS])],
             "requests_left_out": max(len(names) - _MOST_REQUESTS, 0),
             "steps": life.history.recent(),
             "stats": {
@@ -137,10 +141,10 @@ class Watchdog:
             "threads": stacks(),
         }
 
-    def _request(self, name: str) -> dict[str, Any]:
+    def _request(self, name: str, *, asked: bool) -> dict[str, Any]:
         timeline = self._p.lifecycle.history.timeline(name)
         told = {"request_id": name} if timeline is None else asdict(timeline)
-        return told | {"wait": self._wait(name)}
+        return told | {"wait": self._wait(name) if asked else None}
 
     def _wait(self, name: str) -> dict[str, Any] | None:
         try:

@@ -91,6 +91,33 @@ def test_without_a_file_the_dump_is_logged_in_short(caplog: Any) -> None:
         assert dump["stats"]["requests"] == 50
 
 
+def test_a_scheduler_is_asked_about_the_earliest_of_many_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """It may look at all that wait for each answer."""
+    path = tmp_path / "dump.json"
+    e = Engine(config() | {"watchdog": {"seconds": 60, "dump": str(path)}}, [fakes])
+    try:
+        clock = virtual(e)
+        asked: list[str] = []
+        scheduler: Any = e.parts.scheduler
+        explain = scheduler.explain
+        monkeypatch.setattr(scheduler, "explain", lambda request: asked.append(request.request_id) or explain(request))
+        monkeypatch.setattr(scheduler, "_admit", lambda: None)
+        for i in range(300):
+            e.add_request(str(i), [1, 2, 3], greedy(5))
+        ended = still(e, clock, 100)
+        assert len(ended) == 300
+        assert "100 requests are waiting for turn" in ended[0].message
+        assert "and 200 more requests are unfinished" in ended[0].message
+        assert sorted(set(asked), key=int) == [str(i) for i in range(100)]
+        assert len(asked) == 200
+        dump = json.loads(path.read_text(encoding="utf-8"))
+        assert len(dump["requests"]) == 300
+        assert dump["requests"][99]["wait"]["kind"] == "turn"
+        assert dump["requests"][299]["waits"]["turn"]["steps"] > 0
+    finally:
+        e.shutdown()
+
+
 def test_a_file_that_cannot_be_written_does_not_keep_the_engine_from_ending(caplog: Any) -> None:
     e = Engine(config() | {"watchdog": {"seconds": 1, "dump": "/nowhere/at/all/dump.json"}}, [fakes])
     try:
@@ -125,22 +152,26 @@ def test_whatever_happens_starts_the_time_anew() -> None:
         drain(e)
 
 
-def test_a_paused_engine_does_as_it_was_told() -> None:
+@pytest.mark.parametrize("what", ["token_budget", "max_num_seqs"])
+def test_a_paused_engine_does_as_it_was_told(what: str) -> None:
     class Pause:
         on = False
 
         @hookimpl(wrapper=True)
         def trivet_schedule(self, inputs: Any) -> Any:
             if self.on:
-                inputs.token_budget = 0
+                setattr(inputs, what, 0)
             return (yield)
 
     pause = Pause()
     with engine(pause) as e:
         clock = virtual(e)
-        e.add_request("a", [1, 2, 3], greedy(4))
-        e.step()
+        if what == "token_budget":
+            e.add_request("a", [1, 2, 3], greedy(4))
+            e.step()
         pause.on = True
+        if what == "max_num_seqs":
+            e.add_request("a", [1, 2, 3], greedy(4))
         still(e, clock, 3600)
         pause.on = False
         assert len(drain(e)["a"].output_ids) == 4
