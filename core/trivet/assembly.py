@@ -120,7 +120,8 @@ def _assemble(config: EngineConfig, registry: Registry) -> Parts:
     executor.configure_cache(layout)
     timeline["allocate"] = (began, time.perf_counter())
     table = RequestTable(limits.max_num_seqs, max_model_len)
-    eos = frozenset(info.model.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer is not None else ())
+    ends = frozenset(info.model.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer is not None else ())
+    eos = frozenset(token for token in ends if 0 <= token < info.model.vocab_size)  # others are never drawn
     connector = context.get("connector")
     lifecycle = Lifecycle(
         table,

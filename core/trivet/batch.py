@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from trivet.errors import OverloadedError
+from trivet.errors import EngineUnhealthyError, OverloadedError
 from trivet.output.stage import Output, OutputStage
 
 if TYPE_CHECKING:
@@ -23,17 +23,22 @@ def run_batch(
     stage: OutputStage,
     submissions: Sequence[Submission],
     report: Callable[[Output], None],
+    check: Callable[[], None] = lambda: None,
 ) -> list[Output]:
     """Run ``submissions`` and return their last outputs in the same order.
 
     The queue of the engine is never flooded: what it refuses as overload waits here. Each final output is passed to
     ``report`` as it is made. An exception, an interrupt by the user among them, aborts every request of the batch and
-    leaves the engine ready for the next one.
+    leaves the engine ready for the next one. ``check`` is called between steps, and may raise to that end.
+
+    Raises:
+        EngineUnhealthyError: The engine was shut down by somebody else, and the requests will never end.
     """
     batch = _Batch(engine, stage, submissions, report)
     try:
         with deferred_interrupt() as check_interrupt:
             while batch.unfinished:
+                check()
                 batch.feed()
                 batch.step()
                 check_interrupt()
@@ -60,7 +65,7 @@ class _Batch:
         return len(self.results) < len(self._submissions)
 
     def feed(self) -> None:
-        """Queue what the engine takes."""
+        """Queue what the engine takes; raises if it has nothing to do then, and the requests would never end."""
         while self._waiting:
             submission, index = self._waiting[0]
             if submission.request_id not in self.results:  # else a sibling failed, and the request with it
@@ -72,6 +77,8 @@ class _Batch:
                     return
                 self._stage.add(submission, index, request)
             self._waiting.popleft()
+        if not self._engine.has_work:
+            raise EngineUnhealthyError(self._engine.fault or "the engine has been shut down while requests ran")
 
     def step(self) -> None:
         for output in self._stage.process(self._engine.step()):

@@ -11,7 +11,7 @@ from trivet.batch import run_batch
 from trivet.beam_search import BeamSearch, search_all, step_params, whole_params
 from trivet.conversations import Message, conversations_of, template_variables
 from trivet.engine import Engine
-from trivet.errors import RequestError
+from trivet.errors import EngineUnhealthyError, RequestError
 from trivet.output.stage import OutputStage
 from trivet.progress import Progress, UseTqdm
 from trivet.scoring import cosine_score, head_score, joined_prompt, pair_up
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from trivet_schemas.config import EngineConfig
     from trivet_schemas.prompts import PromptType
 
+_LOOK_SECONDS = 1.0
 PoolingTask = Literal["embed", "score", "classify"]
 
 
@@ -127,6 +128,7 @@ class LLM:
         self._eos_ids = eos_token_ids(engine)
         self._defaults: SamplingParams | None = None
         self._lock = threading.Lock()
+        self._closing = False
         self._next_id = 0
         self._monitor = Monitor(engine, lambda _: None)  # it logs what it finds, and the engine takes no more work
 
@@ -244,7 +246,9 @@ class LLM:
                     search_all(
                         searches[start : start + together],
                         step,
-                        lambda submissions: run_batch(self.engine, self._stage, submissions, lambda _: None),
+                        lambda submissions: run_batch(
+                            self.engine, self._stage, submissions, lambda _: None, self._check_open
+                        ),
                         lambda _: progress.advance(),
                     )
         return [search.output(self.engine.tokenizer) for search in searches]
@@ -374,9 +378,23 @@ class LLM:
             return self.engine.parts.cache.reset()
 
     def shutdown(self) -> None:
-        """Stop the engine and release its memory. A second call has no effect."""
-        self._monitor.stop()
-        self.engine.shutdown()
+        """Stop the engine and release its memory; a call that runs in another thread raises EngineUnhealthyError. A
+        second call has no effect."""
+        self._closing = True
+        while not self._lock.acquire(timeout=_LOOK_SECONDS):
+            if self.engine.fault is not None:  # a step that hangs never gives the lock back
+                self._monitor.stop()
+                self.engine.shutdown()
+                return
+        try:
+            self._monitor.stop()
+            self.engine.shutdown()
+        finally:
+            self._lock.release()
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise EngineUnhealthyError("the engine has been shut down")
 
     def __enter__(self) -> Self:
         return self
@@ -405,7 +423,7 @@ class LLM:
                 for i, item in enumerate(items)
             ]
             with Progress(len(items), use_tqdm) as progress:
-                outputs = run_batch(self.engine, self._stage, submissions, progress.report)
+                outputs = run_batch(self.engine, self._stage, submissions, progress.report, self._check_open)
         assert all(isinstance(output, result) for output in outputs)
         return outputs
 

@@ -45,7 +45,7 @@ def default_sampling_values(config: EngineConfig) -> dict[str, Any]:
         return {}
     folder = _model_folder(config) if source == "auto" else Path(source).expanduser()
     path = None if folder is None else folder / _GENERATION_FILE
-    if path is None or not path.is_file():
+    if path is None or not _is_file(path):
         if source == "auto":
             return {}
         raise ModelLoadError(f"generation_config: {path} does not exist; name a folder that holds one, auto or vllm")
@@ -107,10 +107,17 @@ def _model_folder(config: EngineConfig) -> Path | None:
     return location.path if location.kind == "hf" else None
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file system takes
+        return False
+
+
 def _read(path: Path, kind: type[Any] = dict) -> Any:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"cannot read {path}: {error}; download the model again") from error
     if not isinstance(value, kind):
         raise ModelLoadError(f"{path} must hold a JSON {kind.__name__}, got {type(value).__name__}")

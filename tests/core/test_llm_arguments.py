@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import engine_kit
 import numpy as np
 import pytest
 
-from trivet import LLM, AsyncEngine, BeamSearchParams, PoolingParams, RequestError, SamplingParams
+from trivet import LLM, AsyncEngine, BeamSearchParams, EngineUnhealthyError, PoolingParams, RequestError, SamplingParams
 from trivet.conversations import conversations_of
 from trivet.testing import fakes
 from trivet.testing.scripted import LETTERS, ScriptedEngine
@@ -142,6 +143,44 @@ def test_conversations_in_any_container(make: Callable[[Any], Any]) -> None:
 def test_variables_that_no_template_can_have(llm: LLM, bad: Any, says: str) -> None:
     with pytest.raises(RequestError, match=f"^chat_template_kwargs: {says}"):
         llm.chat([GREETING], ONE, use_tqdm=False, chat_template_kwargs=bad)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_a_shutdown_by_another_thread_ends_a_call_that_runs() -> None:
+    with LLM.from_config(engine_kit.config(), [fakes]) as llm:
+        began = threading.Event()
+
+        def bar(**_: Any) -> Any:
+            began.set()
+            return unittest.mock.MagicMock(format_dict={"elapsed": 0})
+
+        def generate() -> None:
+            while True:
+                llm.generate([[1, 2, 3]] * 50, engine_kit.greedy(60), use_tqdm=bar)
+
+        def close() -> None:
+            assert began.wait(10)
+            llm.shutdown()
+
+        closing = threading.Thread(target=close)
+        closing.start()
+        with pytest.raises(EngineUnhealthyError, match="the engine has been shut down"):
+            generate()
+        closing.join()
+        with pytest.raises(EngineUnhealthyError):
+            llm.generate([[1]], ONE, use_tqdm=False)
+
+
+def test_a_call_ends_when_somebody_shuts_its_engine_down() -> None:
+    with LLM.from_config(engine_kit.config(), [fakes]) as llm:
+        bar = unittest.mock.MagicMock()
+        bar.return_value.format_dict = {"elapsed": 0}
+        bar.return_value.update.side_effect = lambda _: llm.engine.shutdown()
+        work = [engine_kit.greedy(1), engine_kit.greedy(60)]
+        with pytest.raises(EngineUnhealthyError):
+            llm.generate([[1, 2], [3, 4]], work, use_tqdm=bar)
 
 
 # ---------------------------------------------------------------- AsyncEngine

@@ -60,6 +60,19 @@ def test_a_recommendation_can_be_left_out_or_taken_from_elsewhere(model: Path, t
         default_sampling_values(EngineConfig(model=str(model), generation_config=str(tmp_path / "nowhere")))
 
 
+@pytest.mark.parametrize("source", ["a" * 5000, "a/" * 3000])
+def test_a_folder_that_no_file_system_can_have_does_not_exist(model: Path, source: str) -> None:
+    with pytest.raises(ModelLoadError, match=r"(?s)generation_config: a.*does not exist; name a folder"):
+        default_sampling_values(EngineConfig(model=str(model), generation_config=source))
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_a_file_that_nests_too_deep_is_named(model: Path, opening: str) -> None:
+    write(model, "generation_config.json", opening * 100_000)
+    with pytest.raises(ModelLoadError, match=r"cannot read .*generation_config\.json: .*; download the model again"):
+        default_sampling_values(EngineConfig(model=str(model)))
+
+
 def test_a_model_without_a_recommendation_has_none(tmp_path: Path) -> None:
     write(tmp_path, "config.json", {})
     assert default_sampling_values(EngineConfig(model=str(tmp_path))) == {}

@@ -3,10 +3,13 @@ reasons, ranks and logprobs. And a request whose logits are damaged takes nobody
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import kit
@@ -244,3 +247,17 @@ def test_damaged_logits_end_their_request_alone(
         assert "masked" not in output.error or "penalty" not in output.error, "penalties mask nothing"
         assert len(output.outputs[0].token_ids) == after
         assert not math.isnan(output.outputs[0].cumulative_logprob or 0.0)
+
+
+@pytest.mark.parametrize("end", [V, 99_999, 2**32 + 4, -1])
+def test_an_end_of_sequence_that_the_model_lacks_ends_nothing(library: Any, tmp_path: Path, end: int) -> None:
+    """Nor is it masked for the sake of ``min_tokens``, where there is no logit to mask."""
+    work: list[Item] = [([3, 1, 4], SamplingParams(seed=n, min_tokens=3 * n, max_tokens=6)) for n in range(3)]
+    with _llm(library) as llm:
+        want = _run(llm, work)
+    model = shutil.copytree(library.path(FAMILY), tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    config = kit.settings(model, FAMILY, block_size=8, budget=64, small=False)
+    with LLM.from_config(config, [FakeTokenizer()]) as llm:
+        for got, one in zip(_run(llm, work), want, strict=True):
+            _same(got, one)

@@ -66,6 +66,13 @@ def test_eos_ids_come_from_the_generation_config_first(folder: Path) -> None:
     assert load_causal_lm(folder, **F32)[1].eos_token_ids == [9, 4]
 
 
+@pytest.mark.parametrize("ids", [1.5, True, "x", [[1]], {"id": 1}])
+def test_eos_ids_that_are_none_are_refused(folder: Path, ids: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: eos_token_id must be a token id or a list"):
+        load_causal_lm(folder, **F32)
+
+
 def test_only_the_files_of_the_index_are_used(sharded: Path) -> None:
     other = {name: value.contiguous() for name, value in make_model(seed=1).state_dict().items()}
     save_file(other, sharded / "model.safetensors", {"format": "pt"})

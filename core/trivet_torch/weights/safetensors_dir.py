@@ -102,16 +102,25 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def folder_eos_token_ids(folder: Path, config: Any) -> list[int]:
-    """Ids that end a generation, the main one first: of ``generation_config.json``, else of ``config``."""
+    """Ids that end a generation, the main one first: of ``generation_config.json``, else of ``config``.
+
+    Raises:
+        ModelLoadError: What the file says is no id and no list of ids.
+    """
     generation = folder / "generation_config.json"
-    value = None
+    value, source = None, generation
     if generation.is_file():
         value = _read_json(generation).get("eos_token_id")
     if value is None:
-        value = config.eos_token_id
+        value, source = config.eos_token_id, folder / "config.json"
     if value is None:
         return []
-    return [value] if isinstance(value, int) else list(value)
+    ids = list(value) if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ModelLoadError(
+            f"{source}: eos_token_id must be a token id or a list of them, got {value!r}; correct it there"
+        )
+    return ids
 
 
 def check_folder(folder: Path) -> list[Path]:
@@ -217,7 +226,7 @@ def _truncated(path: Path, needed: int, size: int) -> ModelLoadError:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: cannot be read as JSON ({error}); {_RECONVERT}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: it must hold a JSON object; {_RECONVERT}")
