@@ -90,20 +90,24 @@ class BeamSearch:
 
     def advance(self, found: Sequence[Candidates]) -> None:
         """Extend every beam by its candidates (token → logprob) and keep the best."""
-        extended: list[_Beam] = []
-        for beam, candidates in zip(self.beams, found, strict=True):
+        # Only what is kept gets lists of its own: of wide beams over long texts the rest would fill the memory.
+        extended: list[tuple[float, int, int, dict[int, Logprob]]] = []
+        for index, (beam, candidates) in enumerate(zip(self.beams, found, strict=True)):
             shown = dict(candidates)
             for token, value in shown.items():
                 if value.logprob == float("-inf"):
                     continue
-                total, logprobs = beam.cum_logprob + value.logprob, [*beam.logprobs, shown]
+                total = beam.cum_logprob + value.logprob
                 if token in self._eos_ids:
-                    self._completed.append(_Beam(beam.tokens, total, logprobs, end=token))
+                    self._completed.append(_Beam(beam.tokens, total, [*beam.logprobs, shown], end=token))
                 else:
-                    extended.append(_Beam([*beam.tokens, token], total, logprobs))
+                    extended.append((total, index, token, shown))
         # All are equally long; equally likely ones stay in order.
-        extended.sort(key=lambda beam: -beam.cum_logprob)
-        self.beams = extended[: self.params.beam_width]
+        extended.sort(key=lambda one: -one[0])
+        self.beams = [
+            _Beam([*self.beams[index].tokens, token], total, [*self.beams[index].logprobs, shown])
+            for total, index, token, shown in extended[: self.params.beam_width]
+        ]
 
     def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
         """The best sequences, best first."""

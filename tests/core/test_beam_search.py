@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 from engine_kit import check_free, config, engine
 
-from trivet import LLM, AsyncEngine, BeamSearchParams, ParameterError, RequestError
+from trivet import LLM, AsyncEngine, BeamSearchParams, ParameterError, RequestError, SamplingParams
+from trivet.beam_search import BeamSearch
 from trivet.engine import Engine
 from trivet.hookspecs import hookimpl
+from trivet.submission import Preparer
 from trivet.testing import fakes
 from trivet.testing.fake_model import _logits, reference_states
 from trivet.testing.fakes import FakeTokenizer
+from trivet_schemas.outputs import Logprob
 
 VOCAB = 64
 EOS = (3, 40)
@@ -269,3 +273,20 @@ def test_a_temperature_adds_the_drawn_token_to_the_candidates() -> None:
                 break
             assert seed < 100, "no drawn token was ever among the candidates"
         assert len(candidates) == 1 + 3
+
+
+def test_wide_beams_over_a_long_text_hold_only_the_beams_that_are_kept() -> None:
+    width, length = 60, 4000
+    params = BeamSearchParams(beam_width=width, max_tokens=8)
+    submission = Preparer(None, 0).prepare("r", [5] * length, SamplingParams())
+    search = BeamSearch(submission, params, eos_token_ids=frozenset(), max_model_len=10_000)
+    candidates = {token: Logprob(-0.01 * token, token + 1, None) for token in range(2 * width)}
+    search.advance([candidates])
+    tracemalloc.start()
+    try:
+        search.advance([candidates] * width)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(search.beams) == width
+    assert peak < 4 * width * length * 8, "a list of 8 bytes a token for every beam, not for every candidate"
