@@ -218,6 +218,7 @@ class Planner:
         self._new.pop(slot, None)
         self._parents.pop(slot, None)
         request = self._life.preempt(slot)
+        self._held_now[slot] = False  # whoever gets the slot in this plan is not held with it
         self.num_preempted += 1
         return request
 

@@ -273,13 +273,14 @@ class ContinuousScheduler(Scheduler):
     def _displace(self, inputs: ScheduleInputs) -> None:
         """Admit waiting requests that are more urgent than running ones, in place of the least urgent if need be."""
         planner, queue, table = self._planner, self._queue, self._table
+        chosen: Request | None = None  # for whom others had to go, perhaps all that were less urgent
         while (request := queue.head()) is not None:
             key, later = self._policy.key(request), list[int]()
             for slot in reversed(self._order().tolist()):
                 if not self._policy.key(table.requests[slot]) > key:
                     break
                 later.append(slot)
-            if not later:
+            if not later and request is not chosen:
                 break
             # Its tokens are shared out below, with everybody else's.
             again = request.num_recomputed_tokens
@@ -289,10 +290,15 @@ class ContinuousScheduler(Scheduler):
                 queue.pop(request)
             elif admission.reason == "hold":
                 queue.park(request, passing=not request.holds)
-            elif planner.memory_pending or not self._makes_room(request, later, admission.reason, inputs.max_num_seqs):
+            elif (
+                not later
+                or planner.memory_pending
+                or not self._makes_room(request, later, admission.reason, inputs.max_num_seqs)
+            ):
                 self._stalled = admission.reason
                 break
             else:
+                chosen = request
                 planner.preempt(later[0])
 
     def _makes_room(self, request: Request, later: list[int], reason: str, most: int) -> bool:

@@ -138,3 +138,18 @@ def test_why_a_step_left_requests_without_memory() -> None:
         assert wait is not None
         assert wait.numbers == {"free": 2, "total": 10}
         drain(e)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_step_that_displaces_somebody_computes_whom_it_was_for(slots: int) -> None:
+    policy = {"use": "priority", "preemption": True}
+    with engine(scheduler={"use": "continuous", "max_num_seqs": slots, "policy": policy}) as e:
+        for i in range(slots):
+            e.add_request(f"running {i}", [1, 2, i], greedy(9), priority=5 * i + 1 - (slots > 1))
+        e.step()
+        e.add_request("urgent", [4, 5], greedy(3), priority=0)
+        requests = [request.request_id for request in e.step().requests]
+        assert sorted(requests) == ["running 0", "urgent"][2 - slots :]
+        assert e.explain("urgent") is None
+        assert e.recent_steps(1)[0]["preempted"] == [f"running {slots - 1}"]
+        drain(e)

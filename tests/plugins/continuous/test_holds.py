@@ -42,3 +42,27 @@ def test_a_release_that_arrives_during_an_admission_sets_nobody_else_aside() -> 
         assert done["leader"].output_ids == reference_tokens(SHARED, 4)
         assert done["follower"].output_ids == reference_tokens([*SHARED, 5], 4)
         assert done["follower"].num_cached_tokens == 32
+
+
+def test_who_takes_the_slot_of_a_request_that_is_held_for_a_step_runs_in_that_step() -> None:
+    class Holding:
+        on = False
+
+        @hookimpl(wrapper=True)
+        def trivet_schedule(self, inputs: Any) -> Any:
+            if self.on:
+                inputs.holds["late"] = "not now"
+            return (yield)
+
+    holding = Holding()
+    policy = {"use": "priority", "preemption": True}
+    with engine(holding, scheduler={"use": "continuous", "max_num_seqs": 1, "policy": policy}) as e:
+        e.add_request("late", [1, 2, 3], greedy(5), priority=5)
+        e.step()
+        holding.on = True
+        e.add_request("urgent", [4, 5], greedy(3), priority=0)
+        for count in (1, 2, 3):
+            (request,) = e.step().requests
+            assert (request.request_id, e.table.num_output(request)) == ("urgent", count)
+        holding.on = False
+        assert drain(e)["late"].output_ids == reference_tokens([1, 2, 3], 5)
