@@ -9,7 +9,7 @@ from typing import Any
 
 from trivet_schemas.errors import ParameterError, Problem, show, unknown_name
 from trivet_schemas.prompts import parse_prompt
-from trivet_schemas.sampling import SamplingParams
+from trivet_schemas.sampling import EXTRA_HINT, MOVED_FIELDS, SamplingParams
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 _OWN_KEYS = ("id", *_PROMPT_KEYS, "sampling")
@@ -112,7 +112,11 @@ def _sampling(given: dict[str, Any], defaults: SamplingParams, problems: list[Pr
     fields = SamplingParams.model_fields
     changes = {key: value for key, value in given.items() if key in fields}
     known = [*_OWN_KEYS, *fields]
-    problems += [Problem(key, unknown_name("key", key, known)) for key in given if key not in known]
+    problems += [
+        Problem(key, unknown_name("key", key, known, remedies=MOVED_FIELDS, hint=EXTRA_HINT))
+        for key in given
+        if key not in known
+    ]
     nested = given.get("sampling", {})
     prefixes = dict.fromkeys(changes, "")
     if isinstance(nested, dict):

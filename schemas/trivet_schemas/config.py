@@ -97,6 +97,10 @@ def _parse_plugins(value: Any) -> dict[str, PluginSelection | list[PluginSelecti
     return parsed
 
 
+def _watchdog_off(value: Any) -> Any:
+    return WatchdogSection(seconds=None) if value is None or value is False else value
+
+
 def _string_keys(value: Any) -> Any:
     """``SamplingParams`` takes keywords, so that other keys must be caught before."""
     if isinstance(value, Mapping):
@@ -148,6 +152,9 @@ class EngineConfig(Section):
     """Seeds what requests without a seed of their own draw."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Most tokens of prompt and output together; None takes the model's own limit."""
+    max_logprobs: Annotated[int, Field(ge=-1)] = -1
+    """Most logprobs per token that a request may ask for, of its output or its prompt; -1: as many as the vocabulary
+    has tokens."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     chat_template: _Text | None = None
@@ -164,8 +171,11 @@ class EngineConfig(Section):
     """The plugin for each role; roles that take many plugins have a list. A role that is not named is ``auto``."""
     recent_steps: Annotated[int, Field(ge=1)] = 1024
     """Steps that the engine remembers one by one, to explain what requests waited for."""
-    watchdog: WatchdogSection = Field(default_factory=WatchdogSection)
-    """When the engine gives up because nothing happens."""
+    watchdog: Annotated[
+        WatchdogSection,
+        BeforeValidator(_watchdog_off, json_schema_input_type=WatchdogSection | Literal[False] | None),
+    ] = Field(default_factory=WatchdogSection)
+    """When the engine gives up because nothing happens; ``false`` or null: never."""
     generate: GenerateSection = Field(default_factory=GenerateSection)
     """Prompts and parameters of ``trivet generate``."""
     serve: dict[str, Any] = Field(default_factory=dict)

@@ -5,12 +5,12 @@ This module imports neither pydantic nor anything else that is slow to load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 _MAX_SHOWN = 80
-_MAX_LISTED = 12
+_MAX_LISTED = 64
 
 
 class Place(NamedTuple):
@@ -115,13 +115,19 @@ def suggestion(name: object, known: Iterable[str]) -> str | None:
     return by_folded[matches[0]] if matches else None
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
-    """Message for a name that is not in ``known``: ``unknown KIND 'NAME'; did you mean 'X'?`` or the known names."""
+def unknown_name(
+    kind: str, name: object, known: Iterable[str], *, remedies: Mapping[str, str] | None = None, hint: str = ""
+) -> str:
+    """Message for a name that is not in ``known``: ``unknown KIND 'NAME'; did you mean 'X'?`` or the known names.
+
+    ``remedies`` says for certain names what to do instead; ``hint`` follows where no known name is near."""
     known = sorted(known)
+    if remedies and isinstance(name, str) and name in remedies:
+        return f"unknown {kind} {show(name)}; {remedies[name]}"
     near = suggestion(name, known)
     if near is not None:
         return f"unknown {kind} {show(name)}; did you mean {near!r}?"
     if not known:
         return f"unknown {kind} {show(name)}; none is accepted here"
     listed = ", ".join(known[:_MAX_LISTED]) + (", ..." if len(known) > _MAX_LISTED else "")
-    return f"unknown {kind} {show(name)}; known: {listed}"
+    return f"unknown {kind} {show(name)}; known: {listed}" + (f"; {hint}" if hint else "")

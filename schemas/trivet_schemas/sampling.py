@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticKnownError
@@ -53,6 +53,17 @@ ENGINE_FIELDS: frozenset[str] = frozenset(
 """Fields that the engine, its output stage and its other plugins carry out; a sampler has no part in them."""
 
 
+EXTRA_HINT = "data for plugins goes into extra_args"
+MOVED_FIELDS: Mapping[str, str] = {
+    "guided_decoding": "use structured_outputs",
+    "logits_processors": "processors are plugins: name them under plugins.logits_processor of the configuration, and "
+    "give a request's arguments in extra_args",
+    "truncate_prompt_tokens": "shorten the prompt before the call",
+    "use_beam_search": "call LLM.beam_search with BeamSearchParams",
+}
+"""Fields of vLLM's parameters, of today or formerly, that are found elsewhere, and where."""
+
+
 class RequestOutputKind(StrEnum):
     """What each output of a request holds while it streams."""
 
@@ -61,7 +72,11 @@ class RequestOutputKind(StrEnum):
     DELTA = "delta"
     """What is new since the output before."""
     FINAL_ONLY = "final"
-    """Everything, once, when the request has finished."""
+    """Everything, once, when the request has finished; the value ``final_only``, vLLM's name, is taken too."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> RequestOutputKind | None:
+        return cls.FINAL_ONLY if value == "final_only" else None
 
 
 def _integer(value: Any) -> int:
@@ -153,12 +168,15 @@ class _Params(BaseModel):
 
     # The validators are built when the first parameters are made, which keeps the import short.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
+    _moved: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as exc:
-            problems = format_validation_error(exc, "", type(self), noun="field")
+            problems = format_validation_error(
+                exc, "", type(self), noun="field", remedies=self._moved, hint=EXTRA_HINT if self._moved else ""
+            )
             wrong = {error["loc"][0] for error in exc.errors()}
             rest = {name: value for name, value in values.items() if name not in wrong}
             if not any(field.is_required() and name in wrong for name, field in type(self).model_fields.items()):
@@ -208,6 +226,8 @@ class SamplingParams(_Params):
     Raises:
         ParameterError: With every broken rule: field, value and rule.
     """
+
+    _moved = MOVED_FIELDS
 
     n: Annotated[int, Field(ge=1, le=MAX_OUTPUTS), _INTEGER] = 1
     """Outputs for the prompt; output ``i`` samples with ``seed + i``."""
@@ -297,10 +317,10 @@ class SamplingParams(_Params):
         return frozenset(self.stop_token_ids)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids that the vocabulary of ``vocab_size`` tokens lacks.
+        """Refuse token ids that the vocabulary of ``vocab_size`` tokens lacks, and more logprobs than it has tokens.
 
         Raises:
-            ParameterError: One problem per field that names such ids.
+            ParameterError: One problem per field that asks for such.
         """
         problems = []
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
@@ -308,8 +328,29 @@ class SamplingParams(_Params):
             if outside:
                 rule = f"token ids must be below the vocabulary size {vocab_size}"
                 problems.append(Problem(name, f"{rule}, got {show(outside)}"))
+        problems += self._too_many_logprobs(vocab_size, f"must not exceed the vocabulary size {vocab_size} (-1: all)")
         if problems:
             raise ParameterError(problems)
+
+    def check_logprobs(self, max_logprobs: int) -> None:
+        """Refuse more logprobs per token than ``max_logprobs``, and all of them (-1); a limit of -1 is none.
+
+        Raises:
+            ParameterError: One problem per field that asks for more.
+        """
+        if max_logprobs >= 0:
+            rule = f"must be at most {max_logprobs} and not -1, the limit of the configuration's max_logprobs"
+            problems = self._too_many_logprobs(max_logprobs, rule, all_allowed=False)
+            if problems:
+                raise ParameterError(problems)
+
+    def _too_many_logprobs(self, most: int, rule: str, *, all_allowed: bool = True) -> list[Problem]:
+        asked = [(name, getattr(self, name)) for name in ("logprobs", "prompt_logprobs")]
+        return [
+            Problem(name, f"{rule}, got {count}")
+            for name, count in asked
+            if count is not None and (count > most or (count == -1 and not all_allowed))
+        ]
 
     def check_context(self, num_prompt_tokens: int, max_model_len: int) -> None:
         """Refuse a prompt that leaves no room for a token, or for ``min_tokens``, within ``max_model_len`` tokens.

@@ -63,7 +63,13 @@ def validate_options(model: type[Model], options: Mapping[str, Any], path: str) 
 
 
 def format_validation_error(
-    exc: ValidationError, path_prefix: str = "", model: type[BaseModel] | None = None, *, noun: str = "key"
+    exc: ValidationError,
+    path_prefix: str = "",
+    model: type[BaseModel] | None = None,
+    *,
+    noun: str = "key",
+    remedies: Mapping[str, str] | None = None,
+    hint: str = "",
 ) -> list[Problem]:
     """All problems of ``exc``: one per path, in the order pydantic found them.
 
@@ -73,6 +79,8 @@ def format_validation_error(
         model: The model that was validated. With it, the tags that pydantic puts into locations for members of a union
             are left out of the paths, and an unknown key is compared with the known ones.
         noun: What messages call an unknown key.
+        remedies: What to do instead, for keys that are known from elsewhere.
+        hint: What follows the known names where an unknown key is near none of them.
     """
     rules: dict[str, list[str]] = {}
     inputs: dict[str, str] = {}
@@ -86,7 +94,7 @@ def format_validation_error(
             continue
         if error["type"] == "extra_forbidden":
             known = [name for owner in owners for name in _key_names(owner)]
-            problems.append(Problem(path, unknown_name(noun, error["loc"][-1], known)))
+            problems.append(Problem(path, unknown_name(noun, error["loc"][-1], known, remedies=remedies, hint=hint)))
             continue
         if path not in rules:
             problems.append(path)

@@ -133,3 +133,10 @@ def test_any_json_is_a_request_or_a_text(value: Any) -> None:
     ((number, parsed),) = parse(json.dumps(value))
     assert number == 1
     assert isinstance(parsed, BatchLine) or parsed
+
+
+def test_unknown_keys_hint_at_what_is_for_plugins_or_found_elsewhere() -> None:
+    assert error({"prompt": "a", "user": "ann"}).endswith("; data for plugins goes into extra_args")
+    assert error({"prompt": "a", "use_beam_search": True}).startswith(
+        "use_beam_search: unknown key 'use_beam_search'; call"
+    )

@@ -80,6 +80,7 @@ def test_devices(device: str) -> None:
         ({"generate": {"sampling": {"tempratur": 1}}}, "generate.sampling.tempratur", "did you mean 'temperature'?"),
         ({"generate": {"sampling": {"min_tokens": 99}}}, "generate.sampling.min_tokens", "max_tokens=16"),
         ({"serve": 8000}, "serve", "must be a mapping, got 8000"),
+        ({"max_logprobs": -2}, "max_logprobs", "at least -1, got -2"),
         ({"recent_steps": 0}, "recent_steps", "at least 1, got 0"),
         ({"watchdog": 300}, "watchdog", "must be a mapping, got 300"),
         ({"watchdog": {"seconds": 0}}, "watchdog.seconds", "0"),
@@ -97,6 +98,13 @@ def test_a_wrong_value_is_named_by_its_path(values: dict[str, Any], path: str, t
 def test_a_watchdog_gives_up_after_five_minutes_unless_it_is_switched_off() -> None:
     assert (EngineConfig(model="demo").watchdog.seconds, EngineConfig(model="demo").recent_steps) == (300, 1024)
     assert EngineConfig(model="demo", watchdog={"seconds": None}).watchdog.seconds is None
+
+
+@pytest.mark.parametrize("off", [False, None])
+def test_false_or_null_switches_the_watchdog_off(off: Any) -> None:
+    assert EngineConfig(model="demo", watchdog=off).watchdog.seconds is None
+    with pytest.raises(ConfigError, match="watchdog: must be a mapping, got True"):
+        EngineConfig(model="demo", watchdog=True)
 
 
 def test_the_model_is_required_and_all_problems_are_reported() -> None:

@@ -68,4 +68,12 @@ def test_suggestion(name: str, near: str | None) -> None:
 def test_unknown_name_lists_what_is_known_when_nothing_is_near() -> None:
     assert unknown_name("role", "zzz", ["b", "a"]) == "unknown role 'zzz'; known: a, b"
     assert unknown_name("option", "zzz", []) == "unknown option 'zzz'; none is accepted here"
-    assert unknown_name("key", "q", [f"word{i:02}" for i in range(20)]).endswith("word11, ...")
+    assert unknown_name("key", "q", [f"word{i:02}" for i in range(50)]).endswith("word48, word49")
+    assert unknown_name("key", "q", [f"word{i:03}" for i in range(200)]).endswith("word063, ...")
+
+
+def test_unknown_name_says_what_to_do_instead_or_hints() -> None:
+    remedies = {"red": "use green"}
+    assert unknown_name("field", "red", ["reds"], remedies=remedies) == "unknown field 'red'; use green"
+    assert unknown_name("key", "zzz", ["a"], remedies=remedies, hint="ask") == "unknown key 'zzz'; known: a; ask"
+    assert unknown_name("key", "aab", ["aaa"], hint="ask") == "unknown key 'aab'; did you mean 'aaa'?"

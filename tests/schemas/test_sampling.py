@@ -79,6 +79,7 @@ def test_defaults_are_those_of_vllm() -> None:
         ({"logprobs": -1}, "logprobs", -1),
         ({"logit_bias": {"5": 1, 6: -100}}, "logit_bias", {5: 1.0, 6: -100.0}),
         ({"output_kind": "delta"}, "output_kind", RequestOutputKind.DELTA),
+        ({"output_kind": "final_only"}, "output_kind", RequestOutputKind.FINAL_ONLY),
         ({"output_kind": RequestOutputKind.FINAL_ONLY}, "output_kind", RequestOutputKind.FINAL_ONLY),
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs", StructuredOutputsParams(regex="a+")),
     ],
@@ -94,6 +95,8 @@ def test_forms_that_users_write_are_normalised(given_values: dict[str, Any], fie
     [
         ({"n": 0}, "n", "at least 1", "0"),
         ({"n": True}, "n", "whole number", "True"),
+        ({"n": 100_000}, "n", "at most 16384", "100000"),
+        ({"best_of": 16_385}, "best_of", "at most 16384", "16385"),
         ({"temperature": -0.1}, "temperature", "at least 0", "-0.1"),
         ({"temperature": 2.5}, "temperature", "at most 2", "2.5"),
         ({"temperature": "0.5"}, "temperature", "number", "'0.5'"),
@@ -145,7 +148,24 @@ def test_a_broken_rule_names_field_rule_and_value(values: dict[str, Any], field:
 def test_an_unknown_field_is_refused_with_the_nearest_one() -> None:
     assert problems(temprature=1) == {"temprature": "unknown field 'temprature'; did you mean 'temperature'?"}
     assert problems(TopP=1)["TopP"].endswith("did you mean 'top_p'?")
-    assert "known: " in problems(zzz=1)["zzz"]
+    listed = problems(zzz=1)["zzz"]
+    assert all(name in listed for name in SamplingParams.model_fields)
+    assert listed.endswith("; data for plugins goes into extra_args")
+
+
+@pytest.mark.parametrize(
+    ("field", "remedy"),
+    [
+        ("guided_decoding", "structured_outputs"),
+        ("logits_processors", "plugins.logits_processor of the configuration"),
+        ("use_beam_search", "LLM.beam_search"),
+        ("truncate_prompt_tokens", "shorten the prompt"),
+    ],
+)
+def test_a_field_that_is_found_elsewhere_is_refused_with_the_place(field: str, remedy: str) -> None:
+    found = problems(**{field: 1})
+    assert found[field].startswith(f"unknown field {field!r}; ")
+    assert remedy in found[field]
 
 
 def test_all_problems_are_reported_at_once_rules_between_fields_too() -> None:
@@ -201,6 +221,27 @@ def test_check_vocabulary_names_each_field_with_ids_outside() -> None:
         "allowed_token_ids": "token ids must be below the vocabulary size 100, got [200]",
         "logit_bias": "token ids must be below the vocabulary size 100, got [100]",
     }
+
+
+def test_no_more_logprobs_than_the_vocabulary_or_the_limit_has() -> None:
+    params = SamplingParams(logprobs=100, prompt_logprobs=101)
+    params.check_vocabulary(101)
+    params.check_logprobs(-1)
+    params.check_logprobs(101)
+    SamplingParams(logprobs=-1).check_vocabulary(5)
+    SamplingParams().check_logprobs(0)
+    with pytest.raises(ParameterError) as caught:
+        params.check_vocabulary(100)
+    assert [str(p) for p in caught.value.problems] == [
+        "prompt_logprobs: must not exceed the vocabulary size 100 (-1: all), got 101"
+    ]
+    with pytest.raises(ParameterError) as caught:
+        params.replace(prompt_logprobs=-1).check_logprobs(20)
+    rule = "must be at most 20 and not -1, the limit of the configuration's max_logprobs"
+    assert [str(p) for p in caught.value.problems] == [
+        f"logprobs: {rule}, got 100",
+        f"prompt_logprobs: {rule}, got -1",
+    ]
 
 
 @pytest.mark.parametrize(
