@@ -243,6 +243,7 @@ class Admissions:
         try:
             params.check_context(count, limit)
             params.check_vocabulary(self._p.vocab_size)
+            params.check_logprobs(self._p.config.max_logprobs)
         except ParameterError as error:
             raise RequestError(str(error)) from error
         lacking = params.unsupported(self._fields)

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_kit import FAKE, check_free, drain, engine, greedy
+from engine_kit import FAKE, check_free, config, drain, engine, greedy
 
+from trivet import LLM
 from trivet.engine import Engine
 from trivet.errors import RequestError, TrivetError
 from trivet.testing import fakes
@@ -151,3 +152,25 @@ def test_a_priority_may_be_any_integer() -> None:
         for name, priority in {"last": 10**400, "second": 3, "first": -(10**400)}.items():
             e.add_request(name, [1, 2], greedy(2), priority=priority)
         assert list(drain(e)) == ["first", "second", "last"]
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_there_are_tokens_are_refused(field: str) -> None:
+    with engine() as e:
+        vocab = e.model.vocab_size
+        e.validate([1], greedy(1, **{field: vocab}))
+        e.validate([1], greedy(1, **{field: -1}))
+        with pytest.raises(
+            RequestError, match=f"^{field}: must not exceed the vocabulary size {vocab} .*got 10000000$"
+        ):
+            e.validate([1], greedy(1, **{field: 10**7}))
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_the_configuration_limits_logprobs(field: str) -> None:
+    with LLM.from_config(config() | {"max_logprobs": 2}, [fakes]) as llm:
+        (output,) = llm.generate([[1]], greedy(1, **{field: 2}), use_tqdm=False)
+        assert output.error is None
+        for count in (3, -1):
+            with pytest.raises(RequestError, match=f"^{field}: must be at most 2 .*max_logprobs, got {count}$"):
+                llm.generate([[1]], greedy(1, **{field: count}), use_tqdm=False)
