@@ -21,6 +21,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trivet.errors import ModelLoadError, RequestError
+from trivet_schemas.errors import show
 
 __all__ = ["ChatTemplates", "is_template_text", "read_template"]
 
@@ -30,6 +31,7 @@ _WITH_TOOLS = "tool_use"
 # messages; private-use characters do not occur in text.
 _MARK = "\ue000continue\ue000"
 _MARK_AND_BLANK = _MARK + " "
+_TOOL = "{'type': 'function', 'function': {'name': '...', 'parameters': {...}}}"
 
 
 class _Refusal(jinja2.TemplateError):
@@ -184,7 +186,8 @@ class ChatTemplates:
                 "not both; set add_generation_prompt to false",
                 param="continue_final_message",
             )
-        text = self._select(chat_template, bool(tools))
+        described = _check_tools(tools)
+        text = self._select(chat_template, bool(described))
         try:
             template, reads_parts = _compile(text)
         except jinja2.TemplateSyntaxError as error:
@@ -199,7 +202,7 @@ class ChatTemplates:
             {
                 **known,
                 "messages": conversation,
-                "tools": _plain(tools, "tools") if tools is not None else None,
+                "tools": described,
                 "add_generation_prompt": add_generation_prompt,
             },
         )
@@ -266,10 +269,74 @@ def _check_messages(messages: Sequence[Mapping[str, Any]], *, reads_parts: bool)
             raise RequestError(
                 f"{path}.role: must be a word like 'user', got {fields.get('role')!r}", param=f"{path}.role"
             )
+        _check_content(fields, path)
+        if "tool_calls" in fields:
+            _check_calls(fields["tool_calls"], f"{path}.tool_calls")
         if isinstance(fields.get("content"), list) and not reads_parts:
             fields["content"] = _join_parts(fields["content"], f"{path}.content")
         conversation.append(fields)
     return conversation
+
+
+def _check_content(fields: Mapping[str, Any], path: str) -> None:
+    content, where = fields.get("content"), f"{path}.content"
+    if content is None:
+        if fields.get("tool_calls"):
+            return
+        problem = "is missing, and the message has no tool_calls; give a text, '' for none"
+    elif isinstance(content, list):
+        wrong = [i for i, part in enumerate(content) if not isinstance(part, str | dict)]
+        if not wrong:
+            return
+        where = f"{where}[{wrong[0]}]"
+        problem = f"must be a part like {{'type': 'text', 'text': '...'}}, got {show(content[wrong[0]])}"
+    elif isinstance(content, str):
+        return
+    else:
+        problem = f"must be a text or a list of parts, got {show(content)}"
+    raise RequestError(f"{where}: {problem}", param=where)
+
+
+def _check_calls(calls: Any, path: str) -> None:
+    """Put objects in the place of arguments that are JSON texts, the form of OpenAI's API; templates expect objects."""
+    if not isinstance(calls, list):
+        raise RequestError(f"{path}: must be a list of calls, got {show(calls)}", param=path)
+    for index, call in enumerate(calls):
+        where = f"{path}[{index}]"
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            form = "{'type': 'function', 'function': {'name': '...', 'arguments': {...}}}"
+            raise RequestError(f"{where}: must be a call like {form}, got {show(call)}", param=where)
+        if function is not call:
+            where = f"{where}.function"
+        given = function.get("arguments")
+        try:
+            arguments = (json.loads(given) if given else {}) if isinstance(given, str) else given or {}
+        except (ValueError, RecursionError) as error:
+            problem = f"is no valid JSON ({error}), got {show(given)}; give an object, or its JSON text"
+            raise RequestError(f"{where}.arguments: {problem}", param=f"{where}.arguments") from None
+        if not isinstance(arguments, dict):
+            problem = f"must be an object, or its JSON text, got {show(given)}"
+            raise RequestError(f"{where}.arguments: {problem}", param=f"{where}.arguments")
+        function["arguments"] = arguments
+
+
+def _check_tools(tools: Any) -> list[Any] | None:
+    """The tools as fresh JSON data."""
+    if tools is None:
+        return None
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise RequestError(f"tools: must be a list of descriptions like {_TOOL}, got {show(tools)}", param="tools")
+    described: list[Any] = _plain(list(tools), "tools")
+    for index, tool in enumerate(described):
+        path = f"tools[{index}]"
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict):
+            raise RequestError(f"{path}: must be a description like {_TOOL}, got {show(tool)}", param=path)
+        if function is not tool and not isinstance(function.get("name"), str):
+            path = f"{path}.function.name"
+            raise RequestError(f"{path}: must be a string, got {show(function.get('name'))}", param=path)
+    return described
 
 
 def _join_parts(parts: list[Any], path: str) -> str:

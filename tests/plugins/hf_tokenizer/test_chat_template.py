@@ -192,6 +192,60 @@ def test_tools_calls_and_results_render_as_in_transformers(transformers_render):
     assert '"text": "<é>"' in expected
 
 
+def with_arguments(arguments, **message):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]} | message
+
+
+def test_arguments_that_are_a_json_text_reach_the_template_as_an_object():
+    text, given = '{"a": 2, "text": "<é>"}', CALL["tool_calls"][0]["function"]["arguments"]
+    message = with_arguments(text)
+    assert render(CHATML_WITH_TOOLS, [USER, message]) == render(CHATML_WITH_TOOLS, [USER, with_arguments(given)])
+    assert message["tool_calls"][0]["function"]["arguments"] == text, "what the caller gave stays"
+    for none in ("", None, {}, "{}"):
+        assert '"arguments": {}' in render(CHATML_WITH_TOOLS, [USER, with_arguments(none, content=None)])
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (with_arguments('{"a": '), "[0].function.arguments: is no valid JSON (Expecting value: line 1 column 7"),
+        (with_arguments("[1]"), "[0].function.arguments: must be an object, or its JSON text, got '[1]'"),
+        (with_arguments(7), "[0].function.arguments: must be an object, or its JSON text, got 7"),
+        ({"role": "assistant", "tool_calls": ["add"]}, "[0]: must be a call like {'type': 'function',"),
+        ({"role": "assistant", "tool_calls": [{"function": "add"}]}, "[0]: must be a call like"),
+        ({"role": "assistant", "tool_calls": "add"}, ": must be a list of calls, got 'add'"),
+    ],
+)
+def test_calls_of_a_wrong_shape_are_refused_with_their_place(message, problem):
+    with pytest.raises(RequestError, match=re.escape(f"messages[1].tool_calls{problem}")) as info:
+        render(CHATML_WITH_TOOLS, [USER, message])
+    assert info.value.param.startswith("messages[1].tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ("add", "tools: must be a list of descriptions like {'type': 'function', 'function':"),
+        (TOOLS[0], "tools: must be a list of descriptions"),
+        (["add"], "tools[0]: must be a description like {'type': 'function'"),
+        ([*TOOLS, {"type": "function", "function": "add"}], "tools[1]: must be a description like"),
+        (
+            [{"type": "function", "function": {"description": "x"}}],
+            "tools[0].function.name: must be a string, got None",
+        ),
+    ],
+)
+def test_tools_of_a_wrong_shape_are_refused_with_their_place(tools, problem):
+    with pytest.raises(RequestError, match=re.escape(problem)) as info:
+        render(CHATML_WITH_TOOLS, [USER], tools=tools)
+    assert info.value.param == problem.partition(":")[0]
+
+
+def test_tools_may_have_a_form_of_their_own():
+    assert '{"name": "add"}' in render(CHATML_WITH_TOOLS, [USER], tools=({"name": "add"},))
+
+
 def test_further_variables_reach_the_template(transformers_render):
     expected = transformers_render(CHATML_WITH_TOOLS, [USER], enable_thinking=False)
     assert render(CHATML_WITH_TOOLS, [USER], enable_thinking=False) == expected
@@ -311,6 +365,11 @@ def test_several_templates_without_a_default_must_be_named():
         ([USER, "hi"], r"messages\[1\]: must be a mapping", "messages[1]"),
         ([{"content": "hi"}], r"messages\[0\]\.role: must be a word", "messages[0].role"),
         ([{"role": 7, "content": "hi"}], r"messages\[0\]\.role: must be a word like 'user', got 7", "messages[0].role"),
+        ([{"role": "user"}], r"content: is missing, and .* has no tool_calls; give a text", "messages[0].content"),
+        ([USER, {"role": "assistant", "content": None}], r"messages\[1\]\.content: is missing", "messages[1].content"),
+        ([{"role": "user", "content": 3}], "must be a text or a list of parts, got 3", "messages[0].content"),
+        ([{"role": "user", "content": {"text": "x"}}], "must be a text or a list of parts", "messages[0].content"),
+        ([{"role": "user", "content": ["a", 4]}], "must be a part like .*, got 4", "messages[0].content[1]"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             r"messages\[0\]\.content\[0\]: the chat template takes only text, got a part of type 'image_url'",
@@ -326,7 +385,7 @@ def test_messages_of_a_wrong_shape_are_refused_with_their_place(messages, messag
 
 def test_a_template_that_fails_is_an_error_of_the_request():
     with pytest.raises(RequestError, match=r"chat template of model folder failed on these messages: TypeError"):
-        render(CHATML_WITH_TOOLS, [{"role": "user", "content": 3}])
+        render("{{ messages[0].content + 3 }}", [USER])
 
 
 def test_a_template_with_wrong_syntax_names_the_line():
