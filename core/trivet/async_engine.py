@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from trivet.beam_search import BeamSearch, step_params, whole_params
-from trivet.conversations import check_conversation
+from trivet.conversations import check_conversation, template_variables
 from trivet.engine_thread import EngineThread
 from trivet.errors import EngineUnhealthyError, RequestError
 from trivet.output.stage import Output, OutputStage
@@ -201,13 +201,15 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         priority: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation; ``template`` (tools, ...) goes to :meth:`trivet.roles.Tokenizer.chat`."""
+        """Answer a conversation; ``template`` (tools, ...) goes to :meth:`trivet.roles.Tokenizer.chat`, and
+        ``chat_template_kwargs`` are further variables of the template."""
 
         def prompt(preparer: Preparer) -> PromptType:
             tokenizer = preparer.tokenizer
-            text = tokenizer.chat(check_conversation(messages), **template)
+            text = tokenizer.chat(check_conversation(messages), **(template_variables(chat_template_kwargs) | template))
             return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
         return cast("AsyncGenerator[RequestOutput, None]", self._run(prompt, sampling_params, request_id, priority))

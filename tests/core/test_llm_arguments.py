@@ -234,6 +234,13 @@ async def test_what_is_no_conversation_for_a_stream(bad: Any) -> None:
 
 
 @pytest.mark.asyncio
+async def test_variables_that_no_template_of_a_stream_can_have() -> None:
+    async with AsyncEngine(engine_kit.config(), [fakes]) as engine:
+        with pytest.raises(RequestError, match="chat_template_kwargs: 'tools' has an argument of its own"):
+            await _last(engine.chat([GREETING], ONE, chat_template_kwargs={"tools": []}))
+
+
+@pytest.mark.asyncio
 async def test_sampling_parameters_pool_nothing() -> None:
     async with AsyncEngine(engine_kit.config(), [fakes]) as engine:
         with pytest.raises(TypeError, match="params must be PoolingParams, got SamplingParams"):
