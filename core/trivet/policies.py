@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trivet.errors import PluginError, RequestError
-from trivet_schemas.errors import ConfigError
+from trivet_schemas.errors import ConfigError, Problem, show
 from trivet_schemas.options import Options
 from trivet_schemas.validation import validate_options
 
@@ -170,7 +170,9 @@ def _make(context: Context, kind: str, choice: str | Mapping[str, Any], path: st
     except ConfigError as error:
         raise context.config.error([problem.under(path) for problem in error.problems]) from None
     except PluginError as error:
-        raise PluginError([f"{path}: {problem}" for problem in error.problems]) from None
+        place = context.config.locate(path)
+        source = f"{context.config.source}: " if place.line is not None and context.config.source else ""
+        raise PluginError([f"{source}{Problem(path, problem).at(place)}" for problem in error.problems]) from None
     except TypeError as error:
         if not options:
             raise
@@ -188,5 +190,11 @@ def request_detail(request: Request, name: str) -> Any:
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            raise RequestError(f"extra[{name!r}] must be UTF-8, got {raw!r}", param="extra") from None
+            where = detail_place(request, name)
+            raise RequestError(f"{where}: must be UTF-8, got {show(raw)}", param=where) from None
     return (getattr(request.params, "extra_args", None) or {}).get(name)
+
+
+def detail_place(request: Request, name: str) -> str:
+    """Where :func:`request_detail` found ``name``, for messages: ``extra['user']`` or ``extra_args.user``."""
+    return f"extra[{name!r}]" if name in request.extra else f"extra_args.{name}"

@@ -9,8 +9,9 @@ import numpy as np
 from pydantic import Field
 
 from trivet.errors import RequestError
-from trivet.policies import SchedulingPolicy, request_detail
+from trivet.policies import SchedulingPolicy, detail_place, request_detail
 from trivet.state import Request
+from trivet_schemas.errors import show
 from trivet_schemas.options import Options
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class FairShare(SchedulingPolicy):
         """Refuse a user that is no text."""
         user = request_detail(request, "user")
         if user is not None and not isinstance(user, str):
-            raise RequestError(f"user must be a string, got {user!r}", param="user")
+            where = detail_place(request, "user")
+            raise RequestError(f"{where}: must be a string, got {show(user)}", param=where)
 
     def key(self, request: Request) -> Any:
         """Preempted requests first."""

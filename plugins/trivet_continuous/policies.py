@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trivet.errors import RequestError
-from trivet.policies import SchedulingPolicy, request_detail
+from trivet.policies import SchedulingPolicy, detail_place, request_detail
 from trivet.state import Request
+from trivet_schemas.errors import show
 from trivet_schemas.options import Options
 
 _Positive = Annotated[float, Field(gt=0)]
@@ -107,5 +108,6 @@ class Deadline(SchedulingPolicy):
         except (TypeError, ValueError):
             seconds = math.nan
         if not (math.isfinite(seconds) and seconds > 0):
-            raise RequestError(f"deadline must be a number of seconds above 0, got {given!r}", param="deadline")
+            where = detail_place(request, "deadline")
+            raise RequestError(f"{where}: must be a number of seconds above 0, got {show(given)}", param=where)
         return seconds

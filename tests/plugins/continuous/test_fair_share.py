@@ -117,8 +117,8 @@ def test_users_who_left_are_forgotten() -> None:
 
 def test_a_user_that_is_no_text_is_refused() -> None:
     with engine(scheduler=scheduler()) as e:
-        with pytest.raises(RequestError, match="user must be a string, got 7"):
+        with pytest.raises(RequestError, match="^extra_args.user: must be a string, got 7$"):
             e.add_request("bad", [1], greedy(1, extra_args={"user": 7}))
-        with pytest.raises(RequestError, match=r"extra\['user'\] must be UTF-8"):
+        with pytest.raises(RequestError, match=r"^extra\['user'\]: must be UTF-8, got b'\\xff'$"):
             e.add_request("bad", [1], greedy(1), extra={"user": b"\xff"})
         assert not e.has_work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ from trivet.testing.fake_model import reference_tokens
 from trivet_continuous.victims import LeastComputed, LeastPriority, Newest
 from trivet_schemas.errors import ConfigError
 from trivet_schemas.options import Options
+from trivet_schemas.yaml_io import load_config_file
 
 
 def scheduler(**options: Any) -> dict[str, Any]:
@@ -73,8 +75,11 @@ def test_deadline_takes_what_is_due_first() -> None:
 @pytest.mark.parametrize("given", ["soon", -1, 0, True, float("inf"), [3]])
 def test_a_deadline_that_is_no_number_of_seconds_is_refused(given: Any) -> None:
     with engine(scheduler=scheduler(policy="deadline")) as e:
-        with pytest.raises(RequestError, match="deadline must be a number of seconds above 0"):
+        with pytest.raises(RequestError, match="^extra_args.deadline: must be a number of seconds above 0, got ") as no:
             e.add_request("bad", [1, 2], greedy(3, extra_args={"deadline": given}))
+        assert no.value.param == "extra_args.deadline"
+        with pytest.raises(RequestError, match=r"^extra\['deadline'\]: must be a number of seconds above 0, got 'x'$"):
+            e.add_request("bad", [1, 2], greedy(3, extra_args={"deadline": 5}), extra={"deadline": b"x"})
         e.add_request("good", [1, 2], greedy(3))
         assert list(drain(e)) == ["good"]
 
@@ -97,6 +102,20 @@ def test_a_bad_policy_is_named_with_its_place(choice: Any, message: str) -> None
 def test_a_bad_victim_is_named_with_its_place() -> None:
     with pytest.raises(PluginError, match="plugins.scheduler.victim: .*did you mean 'least_computed'"):
         Engine(config(scheduler=scheduler(victim="least_computd")), [fakes])
+
+
+@pytest.mark.parametrize("option", ["policy", "victim"])
+def test_an_unknown_policy_is_named_with_its_line_or_its_override(option: str, tmp_path: Path) -> None:
+    path = f"plugins.scheduler.{option}"
+    file = tmp_path / "config.yaml"
+    values = config(scheduler=scheduler())
+    values["plugins"]["scheduler"][option] = "nobody"
+    file.write_text(json.dumps(values, indent=1))
+    (line,) = [number for number, text in enumerate(file.read_text().split("\n"), 1) if "nobody" in text]
+    with pytest.raises(PluginError, match=rf"config.yaml: {path} \(line {line}\): unknown .* 'nobody'"):
+        Engine(load_config_file(file), [fakes])
+    with pytest.raises(PluginError, match=rf"^{path} \(from --set {path}=nothing\): unknown .* 'nothing'"):
+        Engine(load_config_file(file, [f"{path}=nothing"]), [fakes])
 
 
 class StrictOptions(Options):
