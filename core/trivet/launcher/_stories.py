@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import typer
 
 from trivet.errors import TrivetError
 from trivet.launcher._tables import columns, heading
+from trivet.timeline import RequestTimeline
 
 Record = dict[str, Any]
 
+REFUSED = "refused"
 _LAST_STEPS = 8
 _FRAMES = 4
 
@@ -30,6 +33,12 @@ def read_dump(path: Path) -> Record:
     if not isinstance(dump, dict) or not {"reason", "requests", "steps", "stats", "threads"} <= dump.keys():
         raise TrivetError(f"{path} is no dump of the watchdog; for a configuration, give --input FILE with requests")
     return dump
+
+
+def refused_story(request_id: str, line: int, problem: str) -> Record:
+    """A story like that of a request, of one that was refused and so never reached the engine."""
+    story = RequestTimeline(request_id, REFUSED, 0, 0, 0, 0.0, 0, 0.0, 0, finish_reason=REFUSED, message=problem)
+    return asdict(story) | {"line": line}
 
 
 def print_stories(stories: Sequence[Record], request: str | None, *, as_json: bool) -> bool:
@@ -58,7 +67,8 @@ def print_dump(dump: Record, request: str | None, *, as_json: bool) -> bool:
     typer.echo(f"  {dump['reason']}")
     stats = dump["stats"]
     blocks = stats["blocks"]
-    typer.echo(f"  {stats['running']} requests ran, {stats['waiting']} waited")
+    running = stats["running"]
+    typer.echo(f"  {running} {'request' if running == 1 else 'requests'} ran, {stats['waiting']} waited")
     typer.echo(f"  {blocks['free']} of {blocks['total']} blocks were free")
     typer.echo()
     heading("requests")

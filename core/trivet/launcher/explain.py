@@ -48,9 +48,10 @@ def explain(
 
     With --input, the lines run as `trivet generate --input` runs them (output i of several is ID#i). For each there are
     the engine's steps since its arrival: those in which it ran, those in which it waited by the reason, with seconds;
-    how often it was preempted, and its tokens that were found in the cache or computed again. Then the spans of one
-    request: `compute` (the step's token budget went to others), `memory` (too few blocks are free), `turn` (others are
-    ahead), or what held it (`grammar`, `parent`, `prefix`, `transfer`, ...).
+    how often it was preempted, and its tokens that were found in the cache or computed again. A line that is refused
+    has a row of its own. Then the spans of one request: `compute` (the step's token budget went to others), `memory`
+    (too few blocks are free), `turn` (others are ahead), or what held it (`grammar`, `parent`, `prefix`, `transfer`,
+    ...).
 
     Without --input, the file is a dump as `watchdog.dump` names it: the same of the requests that were unfinished,
     with the last steps and where every thread stood.
@@ -131,7 +132,7 @@ class _Run:
                 return
             number, request = line
             if isinstance(request, str):
-                self._refuse(number, request)
+                self._refuse(number, f"line-{number}", request)
             else:
                 self._queue(number, request)
 
@@ -147,14 +148,17 @@ class _Run:
                 prompt = request.prompt if request.prompt_token_ids is None else request.prompt_token_ids
                 submission = self._session.prepare(name, prompt, request.sampling, kind)
         except RequestError as error:
-            self._refuse(number, str(error))
+            self._refuse(number, request.id, str(error))
             return
         self._running[name] = request.id, submission
         self._session.queue(submission)
 
-    def _refuse(self, number: int, problem: str) -> None:
+    def _refuse(self, number: int, name: str, problem: str) -> None:
+        from trivet.launcher._stories import refused_story
+
         self._num_refused += 1
         complain(f"line {number}: {problem}")
+        self.stories.append(refused_story(name, number, problem))
 
     def finish(self, output: RequestOutput) -> None:
         """Note the stories of a request that has ended."""

@@ -83,12 +83,26 @@ def test_a_line_that_is_refused_and_a_request_that_fails(site: Site, run: Run) -
     result = run("explain", site.config(generate=_GREEDY), "-i", path)
     assert result.code == 2
     assert "line 1" in result.err
-    assert "good" in result.out
+    rows = {line.split()[0]: line.split()[1] for line in result.out.splitlines()[2:4]}
+    assert rows == {"line-1": "refused", "good": "length"}
     path = site.write("in.jsonl", {"id": "bad", "prompt": "xyz"})
     result = run("explain", site.config(generate=_GREEDY, plugins=site.spoil("x")), "-i", path)
     assert result.code == 1
     assert "line 1" in result.err
     assert "error" in result.out
+
+
+def test_the_row_of_a_refused_request_says_why(site: Site, run: Run) -> None:
+    path = site.write("in.jsonl", {"id": "long", "prompt": "abc" * 1000}, {"id": "good", "prompt": "abc"})
+    result = run("explain", site.config(generate=_GREEDY), "-i", path, "--request", "long")
+    assert result.code == 2
+    told = result.out[result.out.index("request long") :]
+    assert "refused" in told
+    assert "shorten the prompt" in told
+    result = run("explain", site.config(generate=_GREEDY), "-i", path, "--json")
+    kinds = {one["request_id"]: one for one in result.records}
+    assert kinds["long"].keys() == kinds["good"].keys()
+    assert (kinds["long"]["finish_reason"], kinds["long"]["line"], kinds["long"]["steps"]) == ("refused", 1, 0)
 
 
 def test_an_empty_input_has_nothing_to_tell(site: Site, run: Run) -> None:
