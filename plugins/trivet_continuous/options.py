@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from trivet_schemas.options import Options, flat
 
@@ -46,6 +46,14 @@ class ContinuousOptions(Options):
     victim: str | dict[str, Any] = Field("newest", json_schema_extra=flat("victim_policy"))
     """Who is preempted when memory is short: the name of a `victim_policy` component, or `{use: NAME, ...}` with
     options of its own."""
+
+    @field_validator("long_prefill_token_threshold", "max_num_mixed_prefill_tokens")
+    @classmethod
+    def _within_the_budget(cls, value: int | None, info: ValidationInfo) -> int | None:
+        budget = info.data.get("max_num_batched_tokens")  # absent if it is wrong itself
+        if value is not None and budget is not None and value > budget:
+            raise ValueError(f"must not exceed max_num_batched_tokens={budget}, or it has no effect, got {value}")
+        return value
 
     @field_validator("policy", "victim")
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trivet.testing.suites import SchedulerSuite
 
 
@@ -42,12 +44,12 @@ class TestDeadline(TestContinuous):
 class TestMixedSteps(TestContinuous):
     """Prompts in chunks, with few tokens beside rows that decode."""
 
-    options = {
-        "long_prefill_token_threshold": 7,
-        "max_num_mixed_prefill_tokens": 4,
-        "target_inter_token_latency": 1e-6,
-        "min_num_mixed_prefill_tokens": 2,
-    }
+    options = {"target_inter_token_latency": 1e-6, "min_num_mixed_prefill_tokens": 2}
+
+    def sizes(self, max_num_seqs: int, max_num_batched_tokens: int) -> dict[str, Any]:
+        bounds = {"long_prefill_token_threshold": 7, "max_num_mixed_prefill_tokens": 4}
+        within = {name: min(tokens, max_num_batched_tokens) for name, tokens in bounds.items()}
+        return super().sizes(max_num_seqs, max_num_batched_tokens) | within
 
 
 class TestStatic(SchedulerSuite):

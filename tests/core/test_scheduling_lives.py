@@ -36,6 +36,7 @@ BOUNDS: dict[str, list[Any]] = {
     "max_queue_seconds": [1e-9, 1e-3, 0.05, 100.0],
     "max_recomputed_share": [0, 0.05, 1],
 }
+WITHIN_THE_BUDGET = {"max_num_mixed_prefill_tokens", "long_prefill_token_threshold"}
 EXECUTORS: list[dict[str, Any]] = [
     {"use": "inline"},
     {"use": "inline", "async_scheduling": True},
@@ -115,6 +116,8 @@ def live(seed: int, rules: int) -> None:
         "policy": rng.choice(POLICIES),
         "victim": rng.choice(VICTIMS),
     } | {name: rng.choice(values) for name, values in BOUNDS.items() if rng.random() < 0.25}
+    for name in WITHIN_THE_BUDGET & scheduler.keys():
+        scheduler[name] = min(scheduler[name], scheduler["max_num_batched_tokens"])
     executor = rng.choice(EXECUTORS)
     machine.start_at_random(life, rng, rng.choice(machine.MEMORIES[:4] + machine.MEMORIES), scheduler, executor)
     life.choose(rng.choice([1, 4, 30, 4096]))

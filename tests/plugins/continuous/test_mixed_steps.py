@@ -13,7 +13,10 @@ from engine_kit import drain, engine, greedy
 
 from trivet.engine import Engine
 from trivet.plan import StepPlan
+from trivet_continuous.options import ContinuousOptions
 from trivet_continuous.pacing import PromptShare, StepTimes
+from trivet_schemas.config import validate_options
+from trivet_schemas.errors import ConfigError
 
 LONG = [i % 64 for i in range(2000)]
 
@@ -195,3 +198,12 @@ def test_a_plan_that_was_sent_while_another_ran_is_matched_with_its_own_time() -
     share.tick(0.040)
     assert list(share.times._tokens) == [10, 30]
     assert list(share.times._seconds) == pytest.approx([0.009, 0.030])
+
+
+@pytest.mark.parametrize("name", ["max_num_mixed_prefill_tokens", "long_prefill_token_threshold"])
+def test_a_bound_above_the_token_budget_is_refused(name: str) -> None:
+    assert getattr(ContinuousOptions(max_num_batched_tokens=64, **{name: 64}), name) == 64
+    with pytest.raises(ConfigError) as caught:
+        validate_options(ContinuousOptions, {"max_num_batched_tokens": 64, name: 65}, "plugins.scheduler")
+    rule = "must not exceed max_num_batched_tokens=64, or it has no effect, got 65"
+    assert [str(problem) for problem in caught.value.problems] == [f"plugins.scheduler.{name}: {rule}"]
