@@ -85,14 +85,14 @@ class ContinuousScheduler(Scheduler):
         most = options.max_num_queued_reqs
         if most is not None and waiting >= most:
             raise OverloadedError(
-                f"the queue is full: {waiting} requests wait (max_num_queued_reqs = {most}), "
+                f"the queue is full: {_requests(waiting, 'wait')} (max_num_queued_reqs = {most}), "
                 f"{self._table.num_running} run; try again later"
             )
         most, tokens = options.max_num_queued_tokens, self._queue.num_tokens
         if most is not None and waiting and tokens + request.num_prompt > most:
             raise OverloadedError(
-                f"the queue is full: {waiting} requests with {tokens} prompt tokens wait, {request.num_prompt} more "
-                f"would exceed max_num_queued_tokens = {most}; try again later"
+                f"the queue is full: {_requests(waiting, 'wait')} with {tokens} prompt tokens, "
+                f"{request.num_prompt} more would exceed max_num_queued_tokens = {most}; try again later"
             )
         self._policy.validate(request)
         self._queue.push(request)
@@ -127,8 +127,8 @@ class ContinuousScheduler(Scheduler):
             if _never_ran(request):
                 self._context.abort(
                     request.request_id,
-                    f"waited {now - due + most:.1f} s for its turn, longer than max_queue_seconds = "
-                    f"{most:g}; {len(self._queue) - 1} other requests wait and {self._table.num_running} run",
+                    f"waited {now - due + most:.1f} s for its turn, longer than max_queue_seconds = {most:g}; "
+                    f"besides it, {_requests(len(self._queue) - 1, 'wait')} and {self._table.num_running} run",
                 )
 
     # ------------------------------------------------------------------ a step
@@ -370,14 +370,17 @@ class ContinuousScheduler(Scheduler):
         if reason == "compute":
             return self._explain_budget("running requests")
         running, most = self._table.num_running, self._limits.max_num_seqs
-        return Wait(
-            "turn", f"{running} requests run, max_num_seqs is {most}", {"running": running, "max_num_seqs": most}
-        )
+        detail = f"{_requests(running, 'run')}, max_num_seqs is {most}"
+        return Wait("turn", detail, {"running": running, "max_num_seqs": most})
 
 
 def _reserve(request: Request) -> int:
     """Tokens beyond the known ones that a request must have room for at its return."""
     return _FIRST_RESERVE << min(request.num_preemptions, 20) if request.num_preemptions else 0
+
+
+def _requests(count: int, verb: str) -> str:
+    return f"1 request {verb}s" if count == 1 else f"{count} requests {verb}"
 
 
 def _never_ran(request: Request) -> bool:

@@ -90,7 +90,7 @@ class StaticScheduler(Scheduler):
         if waiting < 1:
             return StepWaits(compute=self._unserved)
         running = self._table.num_running
-        detail = f"a batch of {running} requests runs until its last one has ended"
+        detail = _batch(running)
         return StepWaits(Wait("turn", detail, {"running": running, "waiting": waiting}), self._unserved)
 
     def explain(self, request: Request) -> Wait | None:
@@ -101,5 +101,9 @@ class StaticScheduler(Scheduler):
             budget = self._limits.max_num_batched_tokens
             return Wait("compute", f"the step's token budget of {budget} went to others", {"token_budget": budget})
         ahead, running = sum(r.index < request.index for r in self._queue.values()), self._table.num_running
-        detail = f"a batch of {running} requests runs until its last one has ended; {ahead} are ahead of it"
+        detail = f"{_batch(running)}; {ahead} {'is' if ahead == 1 else 'are'} ahead of it"
         return Wait("turn", detail, {"running": running, "ahead": ahead})
+
+
+def _batch(running: int) -> str:
+    return f"a batch of {running} request{'' if running == 1 else 's'} runs until its last one has ended"

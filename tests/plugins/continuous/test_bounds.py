@@ -24,7 +24,7 @@ def test_a_queue_of_too_many_tokens_refuses_with_numbers() -> None:
         e.add_request("running", [1] * 30, greedy(5))
         e.step()
         e.add_request("first", [2] * 15, greedy(5))
-        with pytest.raises(OverloadedError, match="1 requests with 15 prompt tokens wait, 6 more.*= 20"):
+        with pytest.raises(OverloadedError, match="1 request waits with 15 prompt tokens, 6 more.*= 20"):
             e.add_request("second", [3] * 6, greedy(5))
         e.add_request("third", [4] * 5, greedy(5))
         e.abort("first")
@@ -50,7 +50,7 @@ def test_a_request_that_waits_for_too_long_ends_with_the_reason(monkeypatch: pyt
         message = ended["early"].message or ""
         assert "waited 31.0 s" in message
         assert "max_queue_seconds = 30" in message
-        assert "1 other requests wait and 1 run" in message
+        assert "besides it, 1 request waits and 1 run" in message
         now[0] += 5
         done = drain(e)
         assert {name: request.finish_reason for name, request in done.items()} == {
@@ -153,3 +153,13 @@ def test_a_step_that_displaces_somebody_computes_whom_it_was_for(slots: int) -> 
         assert e.explain("urgent") is None
         assert e.recent_steps(1)[0]["preempted"] == [f"running {slots - 1}"]
         drain(e)
+
+
+def test_one_request_is_told_as_one() -> None:
+    with engine(**options()) as e:
+        e.add_request("a", [1, 2], greedy(3))
+        e.add_request("b", [1, 2], greedy(3))
+        e.step()
+        wait = e.explain("b")
+        assert wait is not None
+        assert wait.detail.startswith("1 request runs, max_num_seqs is 1")

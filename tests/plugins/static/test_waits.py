@@ -21,5 +21,16 @@ def test_those_behind_a_batch_wait_for_their_turn() -> None:
         assert waits.queue is not None
         assert (waits.queue.kind, waits.queue.numbers) == ("turn", {"running": 2, "waiting": 1})
         assert waits.compute == {e.parts.lifecycle.requests["b"].slot}, "the budget went to the first one's prompt"
+        assert waits.queue.detail == "a batch of 2 requests runs until its last one has ended"
         assert set(drain(e)) == {"a", "b", "c"}
         assert scheduler.waits().queue is None
+
+
+def test_one_request_is_told_as_one() -> None:
+    with engine(scheduler={"use": "static", "max_num_seqs": 1}) as e:
+        for name in "abc":
+            e.add_request(name, [1, 2], greedy(3))
+        e.step()
+        wait = e.explain("c")
+        assert wait is not None
+        assert wait.detail == "a batch of 1 request runs until its last one has ended; 1 is ahead of it"
