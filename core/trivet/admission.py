@@ -245,7 +245,7 @@ class Admissions:
             params.check_vocabulary(self._p.vocab_size)
             params.check_logprobs(self._p.config.max_logprobs)
         except ParameterError as error:
-            raise RequestError(str(error)) from error
+            raise RequestError(str(error), param=error.problems[0].path) from error
         lacking = params.unsupported(self._fields)
         if params.structured_outputs is not None and any(g.validate(params) for g in self._p.grammars):
             lacking = [name for name in lacking if name != "structured_outputs"]
