@@ -162,8 +162,9 @@ def test_more_logprobs_than_there_are_tokens_are_refused(field: str) -> None:
         e.validate([1], greedy(1, **{field: -1}))
         with pytest.raises(
             RequestError, match=f"^{field}: must not exceed the vocabulary size {vocab} .*got 10000000$"
-        ):
+        ) as no:
             e.validate([1], greedy(1, **{field: 10**7}))
+        assert no.value.param == field
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
