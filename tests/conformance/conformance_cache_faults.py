@@ -200,9 +200,9 @@ class KeepsQuietAboutEvictions(_Paged):
 @found_by(*LIVES, "what events and tiers say is there is found")
 class TellsOfWhatItDoesNotUse(_Paged):
     def admit(self, slot: int, request: Any) -> CacheHit:
-        self._table.prompt_logprobs[slot], wanted = True, self._table.prompt_logprobs[slot]
+        self._table.whole_prompt[slot], wanted = True, self._table.whole_prompt[slot]
         hit = super().admit(slot, request)
-        self._table.prompt_logprobs[slot] = wanted
+        self._table.whole_prompt[slot] = wanted
         return hit
 
 
