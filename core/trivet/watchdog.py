@@ -93,8 +93,9 @@ class Watchdog:
     def give_up(self) -> str:
         """A monitor's call, on its thread: the step under way hangs. Returns the reason."""
         reason = f"a step has not returned for {self.patience:g} s; a worker hangs"
-        self._faults.hang = reason
+        # Whoever sees the fault finds the dump.
         self.write(reason)
+        self._faults.hang = reason
         return reason
 
     # ------------------------------------------------------------------ what it tells
