@@ -66,6 +66,7 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         *,
         priority: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As :meth:`generate`, for a conversation."""
