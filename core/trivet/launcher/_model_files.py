@@ -289,7 +289,7 @@ def _count_elements(path: Path) -> int:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}; download the model again") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds no JSON object; download the model again")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
-from trivet.launcher._model_files import Layer, folder_layers
+from trivet.errors import ModelLoadError
+from trivet.launcher._model_files import Layer, folder_layers, read_model
+from trivet.model_source import ModelLocation
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -89,3 +92,9 @@ def test_saved_configurations_come_to_the_same(model_type: str, changes: dict[st
 )
 def test_what_is_not_said_is_not_guessed(text: dict[str, Any]) -> None:
     assert folder_layers(text, 8) is None
+
+
+def test_a_configuration_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ModelLoadError, match=r"config\.json cannot be read"):
+        read_model(ModelLocation("hf", tmp_path), "auto", "cpu")
