@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
+# arch_prctl(2) of Linux on x86-64, ARCH_REQ_XCOMP_PERM, and the number of the tiles' state.
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,18 @@ LEVELS = (
 def usable_levels() -> tuple[Level, ...]:
     """The levels whose instructions this processor and its system support, the richest first."""
     present = cpu_flags() if platform.machine().lower() in {"x86_64", "amd64"} else frozenset()
-    return tuple(level for level in LEVELS if level.needs <= present)
+    usable = tuple(level for level in LEVELS if level.needs <= present)
+    if any("amx_tile" in level.needs for level in usable) and not _ask_for_tiles():
+        return tuple(level for level in usable if "amx_tile" not in level.needs)
+    return usable
+
+
+def _ask_for_tiles() -> bool:
+    """Ask the system to let this process use matrix tiles, whose state makes every thread larger; whether it does.
+    Without that they are illegal instructions."""
+    if sys.platform != "linux":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0)
 
 
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
