@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trivet_kernels.cpu.packed import packed_rows
+from trivet_kernels.cpu import tiles
+from trivet_kernels.cpu.packed import MAX_ROWS, packed_rows
 from trivet_torch.allocator import trim
 from trivet_torch.weights.gguf_dequant import run_jobs
+
+if TYPE_CHECKING:
+    from trivet_kernels.ops import Gate
 
 # Rows of a matrix that are packed at a time take so many bytes, ...
 _PIECE_BYTES = 4 << 20
@@ -56,6 +61,21 @@ class Linear(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` ``[T, in_features]``, rows may be strided; returns ``[T, out_features]`` in the type of ``x``."""
 
+    def gated(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor | None:
+        """A gated activation in one go with the product, for a layer that can: ``activation`` of the first half of the
+        outputs, times the second half.
+
+        Args:
+            x: ``[T, in_features]``, rows may be strided.
+            activation: Of the gate.
+            out: ``[T, out_features / 2]`` in the type of ``x``, for the result; a new tensor by default.
+
+        Returns:
+            What the operations one after the other would give, bit for bit; None if the layer cannot do this, which
+            does not depend on ``x`` but for its type.
+        """
+        return None
+
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
@@ -80,6 +100,11 @@ class PlainLinear(Linear):
     def weight_bytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @staticmethod
+    def planned_bytes(out_features: int, in_features: int, *, bias: bool, dtype: torch.dtype) -> int:
+        """What :attr:`weight_bytes` is of a layer of this size."""
+        return (out_features * in_features + (out_features if bias else 0)) * dtype.itemsize
+
 
 class PackedLinear(Linear):
     """A product with a matrix in the blocked layout of oneDNN's kernels, on the CPU.
@@ -102,15 +127,13 @@ class PackedLinear(Linear):
         self._product = torch.ops.mkldnn._linear_pointwise.default
         shape = (self.out_features, self.in_features)
         self._rows = packed_rows(self._packed, shape) if dtype == torch.bfloat16 else None
-        self._max_rows = 0 if self._rows is None else self._rows.max_rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, in_features]`` -> ``[T, out_features]``."""
         rows = x.shape[0]
         if rows == 0:
             return x.new_empty(0, self.out_features)
-        if rows <= self._max_rows and x.dtype == torch.bfloat16 and x.stride(-1) == 1:
-            assert self._rows is not None
+        if self._rows is not None and rows <= MAX_ROWS and x.dtype == torch.bfloat16 and x.stride(-1) == 1:
             return self._rows(x, self.bias)
         product: Tensor = self._product(x, self._packed, self.bias, "none", [], "")
         return product
@@ -119,6 +142,62 @@ class PackedLinear(Linear):
     def weight_bytes(self) -> int:
         packed: int = torch.ops.mkldnn._nbytes(self._packed)
         return packed + (0 if self.bias is None else self.bias.nbytes)
+
+    @staticmethod
+    def planned_bytes(out_features: int, in_features: int, *, bias: bool, dtype: torch.dtype) -> int:
+        """What :attr:`weight_bytes` is of a layer of this size.
+
+        The layout is the library's, which fills rows and columns up as it likes. It is asked for the last rows and for
+        a full block of them, a small part of the matrix."""
+        whole = max(out_features // _BLOCK_ROWS - 1, 0)
+        rest = _packed_bytes(out_features - whole * _BLOCK_ROWS, in_features, dtype)
+        blocks = whole * _packed_bytes(_BLOCK_ROWS, in_features, dtype) if whole else 0
+        return blocks + rest + (out_features * dtype.itemsize if bias else 0)
+
+
+class TiledLinear(Linear):
+    """A product with a bfloat16 matrix by the matrix tiles of the processor (AMX). A row's results do not depend on the
+    number of rows."""
+
+    def __init__(self, parts: Sequence[Tensor | Matrix], bias: Tensor | None = None) -> None:
+        """Pack ``parts``, matrices ``[out_i, in_features]``, one below the other; they are not kept.
+
+        ``bias`` ``[out_features]`` bfloat16 is kept.
+        """
+        self.out_features = sum(part.shape[0] for part in parts)
+        self.in_features = parts[0].shape[1]
+        self.bias = bias
+        self._matrix = matrix = tiles.TiledMatrix(self.in_features, self.out_features)
+
+        def fill(piece: _Piece) -> None:
+            matrix.put(piece.read().to(torch.bfloat16).contiguous(), piece.row)
+            piece.release()
+
+        run_jobs(partial(fill, piece) for piece in _pieces(parts, torch.bfloat16))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, in_features]`` -> ``[T, out_features]``."""
+        if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
+            x = x.to(torch.bfloat16).contiguous()
+        return self._matrix(x, self.bias)
+
+    def gated(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor | None:
+        """``[T, in_features]`` -> ``[T, out_features / 2]``."""
+        if not self._matrix.can_gate:
+            return None
+        if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
+            x = x.to(torch.bfloat16).contiguous()
+        return self._matrix(x, self.bias, activation, out)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._matrix.num_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @staticmethod
+    def planned_bytes(out_features: int, in_features: int, *, bias: bool, dtype: torch.dtype) -> int:
+        """What :attr:`weight_bytes` is of a layer of this size."""
+        packed = tiles.TiledMatrix.planned_bytes(out_features, in_features)
+        return packed + (out_features * dtype.itemsize if bias else 0)
 
 
 def can_pack(dtype: torch.dtype, device: str | torch.device) -> bool:
@@ -151,9 +230,23 @@ def make_linear(
         device: Where it computes.
     """
     bias = _joined_bias(parts, biases or [], dtype, device)
+    if _can_tile(dtype, device):
+        return TiledLinear(parts, bias)
     if can_pack(dtype, device):
         return PackedLinear(parts, bias, dtype=dtype)
     return PlainLinear(_joined(parts, dtype, device), bias)
+
+
+def planned_bytes(
+    out_features: int, in_features: int, *, bias: bool, dtype: torch.dtype, device: str | torch.device
+) -> int:
+    """The ``weight_bytes`` of what :func:`make_linear` makes of matrices with ``out_features`` rows in all."""
+    kind = TiledLinear if _can_tile(dtype, device) else PackedLinear if can_pack(dtype, device) else PlainLinear
+    return kind.planned_bytes(out_features, in_features, bias=bias, dtype=dtype)
+
+
+def _can_tile(dtype: torch.dtype, device: str | torch.device) -> bool:
+    return dtype == torch.bfloat16 and torch.device(device).type == "cpu" and tiles.has_tiles()
 
 
 class _Piece:
@@ -232,6 +325,13 @@ def _packed_whole(part: Tensor | Matrix, dtype: torch.dtype) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(piece.read().to(dtype), None)
     piece.release()
     return packed
+
+
+@functools.cache
+def _packed_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
+    packed = torch.ops.mkldnn._reorder_linear_weight(torch.empty(rows, columns, dtype=dtype), None)
+    size: int = torch.ops.mkldnn._nbytes(packed)
+    return size
 
 
 def _packed_in_pieces(parts: Sequence[Tensor | Matrix], dtype: torch.dtype) -> Tensor | None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+Gate = Literal["silu", "gelu_tanh", "gelu"]
+"""The activation of a gate: SiLU, or GELU with the approximation by tanh or exactly."""
 
 
 class Ops(ABC):

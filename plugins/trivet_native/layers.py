@@ -84,9 +84,13 @@ class GatedMLP:
         down: Linear,
         gate: Callable[[Tensor, Tensor | None], Tensor],
         scratch: Scratch | None,
+        *,
+        fused: Activation | None = None,
     ) -> None:
-        """With ``scratch`` many rows are computed in slices."""
+        """With ``scratch`` many rows are computed in slices. ``gate`` makes ``[T, N]`` of ``[gate, up]`` ``[T, 2N]``;
+        ``fused`` is its activation, if the layer may compute it with the product."""
         self._gate_up, self._down, self._gate, self._scratch = gate_up, down, gate, scratch
+        self._fused = fused
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -99,7 +103,10 @@ class GatedMLP:
 
     def _rows(self, x: Tensor) -> Tensor:
         out = None if self._scratch is None else self._scratch.get("gated", x.shape[0], self._down.in_features)
-        return self._down(self._gate(self._gate_up(x), out))
+        gated = None if self._fused is None else self._gate_up.gated(x, self._fused, out)
+        if gated is None:
+            gated = self._gate(self._gate_up(x), out)
+        return self._down(gated)
 
     @property
     def weight_bytes(self) -> int:

@@ -160,6 +160,7 @@ class Loader:
             self._linear([f"{path}.{down}"], [hidden], size, bias=bias),
             gate or self._gate,
             self._scratch,
+            fused=None if gate is not None or self._plain else self._spec.activation,
         )
 
     def _experts(self, path: str, experts: ExpertsSpec) -> Experts:
@@ -199,15 +200,9 @@ class Loader:
     ) -> Linear:
         """Matrices ``names`` of ``sizes`` rows each as one layer, which the quantization gets to see as ``named``."""
         weights = self._weights
-        for name, size in zip(names, sizes, strict=True):
-            weights.expect(f"{name}.weight", (size, width))
-            if bias:
-                weights.expect(f"{name}.bias", (size,))
-        quantization = self._quantization if quantise else None
-        if quantization is not None and all(
-            quantization.accepts(named or name, weights.shape(f"{name}.weight"), weights.stored(f"{name}.weight"))
-            for name in names
-        ):
+        self._expect(names, sizes, width, bias=bias)
+        quantization = self._taker(names, named) if quantise else None
+        if quantization is not None:
             made: Linear = quantization.linear([self._stored(name, named or name, bias=bias) for name in names])
         else:
             biases = [weights.tensor(f"{name}.bias", self._dtype) for name in names] if bias else None
@@ -220,6 +215,22 @@ class Loader:
         for name in names:
             weights.release(f"{name}.weight")
         return made
+
+    def _expect(self, names: Sequence[str], sizes: Sequence[int], width: int, *, bias: bool) -> None:
+        """Check the shapes of a layer's tensors."""
+        for name, size in zip(names, sizes, strict=True):
+            self._weights.expect(f"{name}.weight", (size, width))
+            if bias:
+                self._weights.expect(f"{name}.bias", (size,))
+
+    def _taker(self, names: Sequence[str], named: str | None) -> Quantization | None:
+        """The quantization, if it takes all matrices of a layer."""
+        quantization, weights = self._quantization, self._weights
+        if quantization is None:
+            return None
+        shown = [(named or name, f"{name}.weight") for name in names]
+        accepted = all(quantization.accepts(name, weights.shape(key), weights.stored(key)) for name, key in shown)
+        return quantization if accepted else None
 
     def _stored(self, name: str, named: str, *, bias: bool) -> StoredLinear:
         part = self._weights.linear(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,11 +12,28 @@ import torch
 
 from trivet_kernels.cpu import packed as module
 from trivet_kernels.cpu.build import library
+from trivet_kernels.cpu.levels import cpu_flags
 from trivet_kernels.cpu.packed import packed_rows
+
+# What keeps the library from using matrix tiles, for which it packs in another way.
+_LIMIT, _WITHOUT_TILES = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+_HAS_TILES = "amx_bf16" in cpu_flags() and os.environ.get(_LIMIT) != _WITHOUT_TILES
+
+
+@pytest.mark.skipif(not _HAS_TILES, reason="this processor has no matrix tiles, so the tests run here")
+def test_all_of_these_in_a_process_whose_library_uses_no_tiles() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, _LIMIT: _WITHOUT_TILES}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.fixture(autouse=True)
-def available() -> None:
+def available(request: pytest.FixtureRequest) -> None:
+    if _HAS_TILES:
+        if request.function is not test_all_of_these_in_a_process_whose_library_uses_no_tiles:
+            pytest.skip("runs in a process whose library uses no matrix tiles")
+        return
     found = library()
     if found is None or not found.trivet_has_packed_bf16():
         pytest.skip("this processor has no bfloat16 dot products, or there is no C compiler")

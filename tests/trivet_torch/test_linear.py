@@ -8,10 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from trivet_kernels.cpu import tiles
 from trivet_torch import linear as module
-from trivet_torch.linear import PackedLinear, PlainLinear, can_pack, make_linear
+from trivet_torch.linear import PackedLinear, PlainLinear, TiledLinear, can_pack, make_linear
 
 PACKABLE = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if can_pack(dtype, "cpu")]
+
+
+@pytest.fixture(params=["tiles", "onednn"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the processor's matrix tiles, which are for bfloat16, and without."""
+    way: str = request.param
+    if way == "onednn":
+        monkeypatch.setattr(tiles, "has_tiles", lambda: False)
+    elif not tiles.has_tiles():
+        pytest.skip("this processor has no matrix tiles")
+    return way
 
 
 class Stored:
@@ -52,11 +64,11 @@ def check(layer: Any, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize("sizes", [(64, 64, 64), (128, 32), (192,), (48, 16, 80), (1,), (67, 30)])
 @pytest.mark.parametrize("columns", [64, 100])
-def test_parts_side_by_side(sizes: tuple[int, ...], columns: int, dtype: torch.dtype) -> None:
+def test_parts_side_by_side(sizes: tuple[int, ...], columns: int, dtype: torch.dtype, way: str) -> None:
     parts = [matrix(size, columns, seed=i) for i, size in enumerate(sizes)]
     biases = [None if i == 1 else matrix(1, size)[0] for i, size in enumerate(sizes)]
     layer = make_linear(parts, biases, dtype=dtype, device="cpu")
-    assert isinstance(layer, PackedLinear)
+    assert isinstance(layer, TiledLinear if way == "tiles" and dtype == torch.bfloat16 else PackedLinear)
     joined = torch.cat([torch.zeros(s) if b is None else b for b, s in zip(biases, sizes, strict=True)])
     check(layer, torch.cat(parts), joined, dtype)
     check(make_linear(parts, dtype=dtype, device="cpu"), torch.cat(parts), None, dtype)
@@ -131,6 +143,23 @@ def test_a_row_does_not_depend_on_how_many_there_are_or_on_threads() -> None:
         assert torch.equal(layer(x), want)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("half", [32, 40])
+def test_a_layer_computes_a_gated_activation_if_it_can(half: int, way: str) -> None:
+    """Halves of whole panels by tiles; anything else is left to the caller."""
+    layer = make_linear([matrix(half, 64), matrix(half, 64, seed=1)], dtype=torch.bfloat16, device="cpu")
+    for rows in (3, 40):
+        x = matrix(rows, 70, torch.bfloat16)[:, 3:67]
+        out = torch.empty(rows, half, dtype=torch.bfloat16)
+        got = layer.gated(x, "gelu_tanh", out)
+        if way == "onednn" or half % 32:
+            assert got is None
+            continue
+        gate, up = layer(x).float().chunk(2, dim=1)
+        assert got is out
+        want = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=1e-3)
 
 
 def test_without_onednn_the_layer_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from trivet_kernels.cpu.build import library
-from trivet_kernels.cpu.levels import cpu_flags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 _PANEL = 64
 #: rows up to which the kernel is faster than the library, or as fast
-_MAX_ROWS = 64
-#: the same where the library has matrix tiles, which win as soon as a product is not bound by memory
-_MAX_ROWS_WITH_TILES = 4
+MAX_ROWS = 64
 #: what two orders of adding up may differ by, as a share of the largest result: a few steps of bfloat16
 _TOLERANCE = 2.0**-6
 _SEED = 20_261_130
@@ -43,7 +40,6 @@ class PackedRows:
         self._weight: int = torch.ops.mkldnn.data_ptr(packed)
         self._outputs, self._inputs = shape
         self._padded = padded
-        self.max_rows = _MAX_ROWS_WITH_TILES if "amx_bf16" in cpu_flags() else _MAX_ROWS
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x`` ``[T, in]`` bfloat16 with ``1 <= T <= 64`` and dense rows, ``bias`` ``[out]`` bfloat16; returns
