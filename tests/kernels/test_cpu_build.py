@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trivet_kernels.cpu import build
+from trivet_kernels.cpu import build, levels
 from trivet_kernels.cpu.levels import LEVELS, Level, cpu_flags, usable_levels
 
 GENERIC = LEVELS[-1]
@@ -57,6 +57,14 @@ def make_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) ->
 
 def compiled(log: Path) -> list[str]:
     return [call for call in log.read_text().splitlines() if " -c " in call]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def compile_seconds(caplog: pytest.LogCaptureFixture) -> list[float]:
+    return [vars(record)["compile_seconds"] for record in caplog.records if hasattr(record, "compile_seconds")]
 
 
 @needs_compiler
@@ -106,15 +114,56 @@ def test_a_damaged_library_is_compiled_anew(sources: Path, tmp_path: Path, damag
 
 @needs_compiler
 def test_a_level_that_the_compiler_does_not_know_is_passed_over(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_compiler(tmp_path, monkeypatch, f'case "$*" in *-mnew*) echo "no -mnew here"; exit 1;; esac\nexec {REAL} "$@"')
-    levels = [Level("newest", ("-mnew",), frozenset()), GENERIC]
-    path = build.build(levels, tmp_path / "cache")
+    tried = [Level("newest", ("-mnew",), frozenset()), GENERIC]
+    path = build.build(tried, tmp_path / "cache")
     assert path.name.startswith("generic-")
     assert build.load(path).one() == 1
+    (said,) = warnings_of(caplog)
+    assert said == "native CPU kernels are those for generic, although this processor has newest: no -mnew here"
+    caplog.clear()
+    assert build.build(tried, tmp_path / "cache") == path
+    assert warnings_of(caplog) == [said], "every process that has to do with less says so"
+    caplog.clear()
     with pytest.raises(build.BuildError, match="no -mnew here"):
-        build.build(levels[:1], tmp_path / "cache")
+        build.build(tried[:1], tmp_path / "cache")
+    assert warnings_of(caplog) == []
+
+
+@needs_compiler
+def test_a_level_whose_library_does_not_load_is_passed_over(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (sources / "three.c").write_text(
+        "#ifdef RICH\nint nowhere(void);\nint three(void) { return nowhere(); }\n"
+        "#else\nint three(void) { return 3; }\n#endif\n"
+    )
+    rich = Level("rich", ("-DRICH",), frozenset())
+    path = build.build([rich, GENERIC], tmp_path / "cache")
+    assert path.name.startswith("generic-")
+    assert build.load(path).three() == 3
+    assert list(path.parent.iterdir()) == [path], "what does not load is not kept"
+    (said,) = warnings_of(caplog)
+    assert "for generic, although this processor has rich" in said
+    assert "nowhere" in said
+    with pytest.raises(build.BuildError, match="nowhere"):
+        build.build([rich], tmp_path / "cache")
+
+
+@needs_compiler
+def test_the_seconds_of_compiling_are_told_where_something_was_compiled(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_compiler(tmp_path, monkeypatch, f'case "$*" in *-c*) sleep 0.2;; esac\nexec {REAL} "$@"')
+    with caplog.at_level(logging.INFO, logger="trivet.kernels"):
+        build.build([GENERIC], tmp_path / "cache")
+        (seconds,) = compile_seconds(caplog)
+        assert seconds >= 0.2
+        caplog.clear()
+        build.build([GENERIC], tmp_path / "cache")
+    assert compile_seconds(caplog) == []
 
 
 @needs_compiler
@@ -169,21 +218,36 @@ def test_a_compiler_may_complain_in_any_encoding(
 def test_whoever_waits_for_the_compiler_is_told_once(
     fresh: None, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # The first level is refused, so that two are tried.
-    log = make_compiler(tmp_path, monkeypatch, f'case "$*" in *-mno-such*) exit 1;; esac\nexec {REAL} "$@"')
-    monkeypatch.setattr(build, "usable_levels", lambda: [Level("odd", ("-mno-such",), frozenset()), GENERIC])
+    log = make_compiler(tmp_path, monkeypatch, f'exec {REAL} "$@"')
+    monkeypatch.setattr(build, "usable_levels", lambda: [GENERIC])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     with caplog.at_level(logging.INFO, logger="trivet.kernels"):
         assert build.library() is not None
-        (record,) = caplog.records
-        assert record.levelno == logging.INFO
-        assert "compiling the native CPU kernels" in record.getMessage()
-        assert f"once: they are kept in {tmp_path / 'home' / 'trivet' / 'kernels'}" in record.getMessage()
-        assert len(compiled(log)) == 4
+        first, last = caplog.records
+        assert {first.levelno, last.levelno} == {logging.INFO}
+        assert "compiling the native CPU kernels" in first.getMessage()
+        assert f"once: they are kept in {tmp_path / 'home' / 'trivet' / 'kernels'}" in first.getMessage()
+        assert last.getMessage().startswith("compiled the native CPU kernels for generic in ")
+        assert len(compiled(log)) == 2
         caplog.clear()
         build._build_and_load.cache_clear()
         assert build.library() is not None
         assert caplog.records == []
+
+
+@needs_compiler
+def test_two_levels_are_one_wait(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_compiler(tmp_path, monkeypatch, f'case "$*" in *-mno-such*) exit 1;; esac\nexec {REAL} "$@"')
+    with caplog.at_level(logging.INFO, logger="trivet.kernels"):
+        build.build([Level("odd", ("-mno-such",), frozenset()), GENERIC], tmp_path / "cache")
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split(" kernels")[0] for text in said] == [
+        "compiling the native CPU",
+        "compiled the native CPU",
+        "native CPU",
+    ]
 
 
 @pytest.mark.parametrize("given", ["relative/folder", ".", ""])
@@ -277,3 +341,16 @@ def test_levels_are_those_of_the_processor(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\nprocessor\t: 1\nflags\t\t: fpu\n")
     assert cpu_flags(tmp_path / "cpuinfo") == {"fpu", "avx2", "fma"}
     assert cpu_flags(tmp_path / "nothing") == frozenset()
+
+
+@pytest.mark.parametrize("hidden", ["abm", "popcnt", "bmi2", "movbe"])
+def test_a_machine_that_hides_an_instruction_gets_no_level_that_may_use_it(
+    hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(levels, "cpu_flags", lambda: frozenset().union(*(level.needs for level in LEVELS)) - {hidden})
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    levels.usable_levels.cache_clear()
+    try:
+        assert levels.usable_levels() == (GENERIC,)
+    finally:
+        levels.usable_levels.cache_clear()

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -92,52 +93,80 @@ def cache_folder() -> Path:
 
 
 def build(levels: Sequence[Level], folder: Path, *, kept: bool = True) -> Path:
-    """The library for the first of ``levels`` that the compiler knows, compiled unless ``folder`` has it undamaged.
+    """The library for the first of ``levels`` that can be had, compiled unless ``folder`` has it undamaged.
 
-    Before compiling, which takes some seconds, a line is logged that says so and where the library is ``kept``.
+    A level is passed over where the compiler refuses it or what it makes does not load; a warning names it and the
+    reason. Before compiling, which takes some seconds, a line is logged that says so and where the library is
+    ``kept``; the line after it has the seconds that all of it took as the attribute ``compile_seconds`` of its record.
 
     Processes that compile the same at once do not disturb each other: each writes a file of its own and moves it into
     place.
 
     Raises:
-        BuildError: There is no compiler, or it fails for every level; the message ends with what it says.
+        BuildError: There is no compiler, or no level can be had; the message ends with what was said of the last one.
         OSError: Nothing can be written to ``folder``.
     """
     found = compiler()
     if found is None:
         raise BuildError(f"no C compiler ({', '.join(_COMPILERS)}) is on the PATH; install gcc")
-    sources = sorted(_SOURCES.glob("*.c"))
     targets = [folder / f"{level.name}-{_digest(found, level)}.so" for level in levels]
-    said, announced = "", not kept
+    passed: list[tuple[Level, str]] = []
+    # A richer level than that of a library that is there is one that was passed over before.
+    announced = not kept or any(map(_is_whole, targets))
+    began = time.perf_counter()
     for level, target in zip(levels, targets, strict=True):
-        if _is_whole(target):
-            return target
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-        temporary = Path(name)
-        # A richer level than that of a library that is there is one that the compiler refuses, which it does at once.
-        if not announced and not any(map(_is_whole, targets)):
-            announced = True
+        if not _is_whole(target):
+            if not announced:
+                announced = True
+                logger.info(
+                    "compiling the native CPU kernels for %s with %s, which takes some seconds, once: they are kept in "
+                    "%s",
+                    level.name,
+                    found,
+                    folder,
+                )
+            said = _make(found, level, target)
+            if said:
+                passed.append((level, said))
+                continue
+            seconds = time.perf_counter() - began
             logger.info(
-                "compiling the native CPU kernels for %s with %s, which takes some seconds, once: they are kept in %s",
+                "compiled the native CPU kernels for %s in %.1f s",
                 level.name,
-                found,
-                folder,
+                seconds,
+                extra={"compile_seconds": seconds},
             )
+        for richer, said in passed:
+            logger.warning(
+                "native CPU kernels are those for %s, although this processor has %s: %s", level.name, richer.name, said
+            )
+        return target
+    raise BuildError(f"{found} cannot make them: {passed[-1][1]}")
+
+
+def _make(found: str, level: Level, target: Path) -> str:
+    """Compile for one level, and put the library at ``target`` if it loads; returns what went wrong, empty if
+    nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
         # Not linked against an OpenMP runtime: its functions are found in the one that is loaded.
-        command = [found, *_FLAGS, *level.flags, "-c"]
-        try:
-            said = _compile(command, found, sources, temporary)
-            if not said:
-                _seal(temporary)
-                temporary.chmod(0o755)
-                temporary.replace(target)
-                logger.debug("compiled the native CPU kernels for %s: %s", level.name, target)
-                return target
-        finally:
-            temporary.unlink(missing_ok=True)
-    raise BuildError(f"{found} cannot compile them: {said.strip()[-500:]}")
+        said = _compile([found, *_FLAGS, *level.flags, "-c"], found, sorted(_SOURCES.glob("*.c")), temporary)
+        if said:
+            return said.strip()[-500:]
+        # The linker lets undefined symbols pass, and what is kept would fail at every start. The file keeps its
+        # identity when it is moved, so that this process does not map it twice.
+        load(temporary)
+        _seal(temporary)
+        temporary.chmod(0o755)
+        temporary.replace(target)
+    except BuildError as error:
+        return str(error)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return ""
 
 
 def _seal(path: Path) -> None:

@@ -23,7 +23,8 @@ class Level:
     needs: frozenset[str]
 
 
-_V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"})
+# Linux calls LZCNT abm, by AMD's first name for it. A processor without it takes it for BSR and computes wrong.
+_V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm", "popcnt"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}
