@@ -28,7 +28,7 @@ Rows = list[tuple[int, int]]
 MIXED: Rows = [(1, 1), (1, 64), (3, 65), (0, 40), (20, 20), (64, 128), (1, 130), (18, 33), (1, 513), (5, 600)]
 
 
-@pytest.fixture(scope="module", params=["avx512_bf16", "avx512", "avx2", "generic"])
+@pytest.fixture(scope="module", params=["amx", "avx512_bf16", "avx512", "avx2", "generic"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels for an instruction set, compiled once for all processes and modules of the test run."""
     level = next(level for level in LEVELS if level.name == request.param)

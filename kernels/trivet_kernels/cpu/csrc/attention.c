@@ -174,7 +174,7 @@ int64_t trivet_attention(const trivet_attention_step *step, const trivet_attenti
     int64_t next = 0, failed = 0;
 #pragma omp parallel num_threads(work.num_threads) if (work.num_threads > 1)
     {
-        void *scratch = trivet_attention_scratch(&call);
+        void *scratch = trivet_attention_begin(&call);
         if (!scratch) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < num_tokens; token++) {
@@ -186,6 +186,7 @@ int64_t trivet_attention(const trivet_attention_step *step, const trivet_attenti
             const task_t *next_task = i + work.num_threads < work.num_tasks ? task + work.num_threads : NULL;
             trivet_attention_task(&call, work.plans, task, next_task, scratch, work.states);
         }
+        if (scratch) trivet_attention_end(scratch);
     }
     return failed ? -1 : 0;
 }

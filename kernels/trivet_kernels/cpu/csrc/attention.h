@@ -72,8 +72,14 @@ typedef struct {
     int32_t unit, part, num_parts;
 } task_t;
 
-/* Sums over keys, for n lanes: weighted values [v_dim][n], the largest score [n] and the sum of weights [n]. */
-#define STATE_SIZE(lanes, v_dim) ((lanes) * ((v_dim) + 2))
+/* Sums over keys, for n lanes: weighted values [padded_sums(v_dim)][n], what scores are relative to [n] and the sum of
+ * weights [n]. */
+#define STATE_SIZE(lanes, v_dim) ((lanes) * (padded_sums(v_dim) + 2))
+
+static inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+/* Sums of whole matrix tiles. */
+static inline int64_t padded_sums(int64_t v_dim) { return round_up(v_dim, 16); }
 
 /* A buffer that only grows. */
 typedef struct {
@@ -99,8 +105,6 @@ typedef struct {
 /* Those of the calling thread, NULL if there is no memory. */
 HIDDEN_SYMBOL buffers_t *trivet_attention_buffers(void);
 
-static inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-
 /* The first position that a query at `position` sees. */
 static inline int64_t first_seen(int64_t position, int64_t window) {
     if (window == 0) return 0;
@@ -117,8 +121,10 @@ static inline int64_t first_position(const trivet_attention_step *step, int32_t 
 HIDDEN_SYMBOL int32_t trivet_attention_lanes(int64_t count);
 HIDDEN_SYMBOL int32_t trivet_attention_heads(int64_t count);
 
-/* One thread's memory for the tasks of a call, to be given to trivet_attention_task; NULL if there is none. */
-HIDDEN_SYMBOL void *trivet_attention_scratch(const call_t *call);
+/* Before and after a thread's tasks of a call: its memory for them, to be given to trivet_attention_task; NULL if there
+ * is none. */
+HIDDEN_SYMBOL void *trivet_attention_begin(const call_t *call);
+HIDDEN_SYMBOL void trivet_attention_end(void *scratch);
 
 /* Compute a task; the last one of a unit stores its results. `next`, if not NULL, is likely to follow: its first keys
  * are fetched from memory in the meantime. */
