@@ -65,6 +65,26 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> ModelLocation:
     return _resolve_hub(match["id"], match["revision"], weights=weights)
 
 
+def find_model(name: str, revision: str | None = None) -> ModelLocation | None:
+    """As :func:`resolve_model`, for what is on this machine already: None for a hub model that is not in the hub's
+    cache. Of one that is, some files may be missing.
+
+    Args:
+        name: What the configuration calls the model.
+        revision: Of a hub model whose ``name`` has none.
+
+    Raises:
+        ModelLoadError: As :func:`resolve_model`, except that the hub is not asked.
+    """
+    if not is_hub_id(name):
+        return resolve_model(name)
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, _, named = name.partition("@")
+    found = try_to_load_from_cache(repository, "config.json", revision=named or revision)
+    return ModelLocation("hf", Path(found).parent, named or revision) if isinstance(found, str) else None
+
+
 def is_hub_id(name: str) -> bool:
     """Whether :func:`resolve_model` would ask the hub for the model ``name``, because nothing here has that name."""
     if name == "demo" or Path(name).expanduser().exists():

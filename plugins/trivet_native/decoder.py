@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trivet_torch.embedding import DeviceEmbedding
+from trivet_torch.linear import PlainLinear
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -81,10 +84,18 @@ class Decoder:
         return [block.weights.sinks for block in self._blocks]
 
     @property
+    def _is_tied(self) -> bool:
+        """Whether the head multiplies with the embedding matrix itself, on an accelerator."""
+        head, embedding = self._head, self._embedding
+        return (
+            isinstance(head, PlainLinear) and isinstance(embedding, DeviceEmbedding) and head.weight is embedding.weight
+        )
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of memory that the weights take; what is read from the file when it is needed takes none."""
         blocks = sum(block.weights.num_bytes for block in self._blocks)
-        head = 0 if self._head is None else self._head.weight_bytes
+        head = 0 if self._head is None or self._is_tied else self._head.weight_bytes
         return blocks + self._embedding.weight_bytes + self._norm.nbytes + head
 
 

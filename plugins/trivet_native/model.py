@@ -10,6 +10,7 @@ import torch
 
 from trivet.errors import ModelLoadError
 from trivet.model_defaults import pooling_defaults
+from trivet.model_source import find_model
 from trivet.plan import Task
 from trivet.roles.kv import LayerKVSpec
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
@@ -19,10 +20,12 @@ from trivet_native.decoder import Decoder
 from trivet_native.families import make_spec
 from trivet_native.fields import FAMILIES
 from trivet_native.loading import Loader
+from trivet_native.planning import plan_decoder
 from trivet_native.rope import rope_table
 from trivet_torch.allocator import Trimmer
 from trivet_torch.dtypes import resolve_dtype
 from trivet_torch.rope import check_rope
+from trivet_torch.weights.safetensors_dir import has_weights
 from trivet_torch.weights.stored import open_weights
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from trivet.roles import Attention, AttentionMetadata, KVLayout
     from trivet_kernels.ops import Ops
     from trivet_native.options import NativeOptions
-    from trivet_native.spec import LayerSpec
+    from trivet_native.spec import DecoderSpec, LayerSpec
     from trivet_torch.weights.stored import StoredWeights
 
 
@@ -57,6 +60,28 @@ class NativeModel(Model):
                 "plugins.model.compile and plugins.quantization exclude each other: what is compiled multiplies with "
                 "plain weights; leave one of them out"
             )
+
+    def plan_weights(self) -> int | None:
+        """See :meth:`Model.plan_weights`."""
+        config, device = self._context.config, self._context.device
+        found = find_model(config.model, config.revision)
+        if found is None or (found.kind == "hf" and not has_weights(found.path)):
+            return None
+        name = str(found.path)
+        weights = open_weights(name, trust_remote_code=config.trust_remote_code)
+        try:
+            spec = make_spec(name, weights.config)
+            return plan_decoder(
+                weights,
+                spec,
+                dtype=resolve_dtype(config.dtype, name, device),
+                device=torch.device(device),
+                quantization=self._context.get("quantization"),
+                plain=self._options.compile,
+                scores=_classifies(weights, spec),
+            )
+        finally:
+            weights.close()
 
     def load(self) -> ModelInfo:
         """See :meth:`Model.load`. Embeddings of a model on a CPU stay in its file, which is kept mapped."""
@@ -121,10 +146,8 @@ class NativeModel(Model):
 
     @property
     def _classifies(self) -> bool:
-        """Whether the model has a head for scores of sequences instead of one for tokens."""
         assert self._weights is not None
-        architectures = getattr(self._weights.config, "architectures", None) or [self._spec.architecture]
-        return self._spec.architecture not in architectures
+        return _classifies(self._weights, self._spec)
 
     @property
     def _architecture(self) -> str:
@@ -251,6 +274,12 @@ class _Attend:
             softcap=self._softcap,
             sinks=self._sinks[layer],
         )
+
+
+def _classifies(weights: StoredWeights, spec: DecoderSpec) -> bool:
+    """Whether the model has a head for scores of sequences instead of one for tokens."""
+    architectures = getattr(weights.config, "architectures", None) or [spec.architecture]
+    return spec.architecture not in architectures
 
 
 def _limited(layer: LayerSpec, max_len: int) -> LayerSpec:

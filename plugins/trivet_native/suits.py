@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trivet.errors import TrivetError
-from trivet.model_source import is_hub_id, resolve_model
+from trivet.model_source import find_model
 from trivet.provider import Suitability
 from trivet_native.fields import GGUF_ARCHITECTURES, problem
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trivet_schemas.config import EngineConfig
 
 #: above the transformers model's
@@ -30,31 +31,20 @@ def suits(config: EngineConfig) -> Suitability:
 
 
 def _problem(config: EngineConfig) -> str | None:
-    folder_or_file = _local(config)
-    if folder_or_file is None:
+    found = find_model(config.model, config.revision)
+    if found is None:
         return (
             f"its architecture is not known before {config.model!r} is downloaded; once it is, native is considered, "
             "or set plugins.model to native"
         )
-    if folder_or_file.is_file():
-        return _gguf_problem(folder_or_file)
-    given = json.loads((folder_or_file / "config.json").read_text(encoding="utf-8"))
+    if found.kind == "gguf":
+        return _gguf_problem(found.path)
+    given = json.loads((found.path / "config.json").read_text(encoding="utf-8"))
     if not isinstance(given, dict):
         return "its config.json holds no object"
     if config.trust_remote_code and given.get("auto_map"):
         return "it brings code of its own (auto_map), which trust_remote_code lets run"
     return problem(given)
-
-
-def _local(config: EngineConfig) -> Path | None:
-    """The folder or GGUF file of the model on this machine; None if the hub's cache has no configuration of it."""
-    if not is_hub_id(config.model):
-        return resolve_model(config.model).path
-    from huggingface_hub import try_to_load_from_cache
-
-    name, _, revision = config.model.partition("@")
-    found: Any = try_to_load_from_cache(name, "config.json", revision=config.revision or revision or None)
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _gguf_problem(path: Path) -> str | None:

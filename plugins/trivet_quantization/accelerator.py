@@ -40,6 +40,11 @@ class TorchaoLinear(Linear):
         bias = 0 if self._module.bias is None else self._module.bias.nbytes
         return self.in_features * self.out_features * self._bits // 8 + bias
 
+    @staticmethod
+    def planned_bytes(out_features: int, in_features: int, config: Any, *, bias: bool, dtype: torch.dtype) -> int:
+        """What :attr:`weight_bytes` is of a layer of this size."""
+        return in_features * out_features * _bits_of(config) // 8 + (out_features * dtype.itemsize if bias else 0)
+
 
 def eight_bit_config(*, dynamic: bool) -> Any:
     """Weights of eight bits with a scale per row; ``dynamic``: products of integers."""

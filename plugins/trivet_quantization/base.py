@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trivet.gguf import GGMLType
+from trivet.model_source import find_model
 from trivet.roles import Quantization, StoredLinear
 from trivet_quantization.blocks import FORMATS, read_blocks
 from trivet_quantization.formats import Format, Source, round_to
-from trivet_quantization.layers import pack
+from trivet_quantization.layers import pack, packed_bytes
 from trivet_torch.weights.gguf_dequant import dequantize_into
 
 if TYPE_CHECKING:
@@ -55,6 +56,15 @@ class PackingQuantization(Quantization):
         sources = [self._source(part) for part in parts]
         return pack(sources, biases, act_group=self._act_group, act_bits=self._act_bits)
 
+    def planned_bytes(self, parts: Sequence[StoredLinear], *, bias: bool) -> int:
+        if self._accelerated:
+            from trivet_quantization.accelerator import TorchaoLinear
+
+            rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+            config = self._torchao_config(parts[0])
+            return TorchaoLinear.planned_bytes(rows, columns, config, bias=bias, dtype=self._dtype())
+        return packed_bytes([self._source(part) for part in parts], bias=bias, act_group=self._act_group)
+
     def _reads(self, stored: str) -> bool:
         """Whether weights stored like that can be converted."""
         return stored in _FLOATING or blocks_of(stored) is not None
@@ -69,12 +79,17 @@ class PackingQuantization(Quantization):
 
     def _convert(self, parts: Sequence[StoredLinear], biases: Sequence[Tensor | None]) -> Linear:
         from trivet_quantization.accelerator import convert
-        from trivet_torch.dtypes import resolve_dtype
 
-        dtype = resolve_dtype(self._config.dtype, self._config.model, self._device)
         weights = [floats(part, 0, part.shape[0]) for part in parts]
         # The parts of a fused layer are alike: their formats differ by what a layer is for.
-        return convert(weights, biases, self._torchao_config(parts[0]), device=self._device, dtype=dtype)
+        return convert(weights, biases, self._torchao_config(parts[0]), device=self._device, dtype=self._dtype())
+
+    def _dtype(self) -> torch.dtype:
+        """The model's, in which an accelerator computes."""
+        from trivet_torch.dtypes import resolve_dtype
+
+        found = find_model(self._config.model, self._config.revision)
+        return resolve_dtype(self._config.dtype, self._config.model if found is None else str(found.path), self._device)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -95,12 +110,11 @@ def blocks_of(stored: str) -> GGMLType | None:
 
 def as_stored(part: StoredLinear, kind: GGMLType) -> Source:
     """The part's blocks of type ``kind`` as they are."""
-    blocks = part.tensors["weight"]
     return Source(
         part.name,
         FORMATS[kind],
         *part.shape,
-        lambda begin, end: read_blocks(kind, torch.tensor(blocks[begin:end])),
+        lambda begin, end: read_blocks(kind, torch.tensor(part.tensors["weight"][begin:end])),
         part.release,
     )
 

@@ -75,6 +75,14 @@ class DequantizingLinear(Linear):
         tensors = [t for piece in self._pieces for t in (piece.values, piece.scale, piece.offset)]
         return sum(tensor.nbytes for tensor in (*tensors, self._bias) if tensor is not None)
 
+    @staticmethod
+    def planned_bytes(source: Source, *, bias: bool) -> int:
+        """What :attr:`weight_bytes` counts for a source."""
+        form = source.format
+        segments = -(-source.columns // form.segment)
+        scales = 4 * (2 if form.offsets else 1)
+        return source.rows * (segments * (form.segment + scales) + (4 if bias else 0))
+
 
 def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, act_group: int | None, act_bits: int) -> Linear:
     """One layer with the outputs of all sources side by side.
@@ -112,6 +120,26 @@ def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, act_grou
                 first += piece.out_features
         layers.append(layer)
     return layers[0] if len(layers) == 1 else JoinedLinear(layers)
+
+
+def packed_bytes(sources: Sequence[Source], *, bias: bool, act_group: int | None) -> int:
+    """The ``weight_bytes`` of what :func:`pack` makes of sources that have a bias or have none; nothing is read."""
+    if build.library() is None:
+        return sum(DequantizingLinear.planned_bytes(source, bias=bias) for source in sources)
+    total = 0
+    for form, run in groupby(sources, key=lambda source: source.format):
+        parts = list(run)
+        total += PackedQuantizedLinear.planned_bytes(
+            parts[0].columns,
+            sum(source.rows for source in parts),
+            segment=form.segment,
+            bits=form.bits,
+            offsets=form.offsets,
+            wide_scale=form.wide_scale,
+            act_group=_act_group(form, parts[0].columns, act_group),
+            bias=bias,
+        )
+    return total
 
 
 def _act_group(form: Format, columns: int, wanted: int | None) -> int | None:

@@ -10,12 +10,14 @@ import torch
 
 from trivet.errors import ModelLoadError
 from trivet.model_defaults import pooling_defaults
+from trivet.model_source import find_model
 from trivet.roles.kv import KVKind, LayerKVSpec
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
 from trivet_torch.dtypes import resolve_dtype
 from trivet_torch.rope import check_rope
 from trivet_torch.weights import load_causal_lm
 from trivet_transformers.interface import KEYWORD, NAME, Layer, PagedHandler, register, take_temperature
+from trivet_transformers.planning import plan_causal_lm
 from trivet_transformers.probe import body_of, head_of, probe, refuse_classifier, spans, text_config
 
 if TYPE_CHECKING:
@@ -54,6 +56,15 @@ class TransformersModel(Model):
             f"{self._location}: plugins.quantization is set, and the transformers model does not quantise weights: "
             f"{remedy}"
         )
+
+    def plan_weights(self) -> int | None:
+        config = self._context.config
+        found = find_model(config.model, config.revision)
+        if found is None:
+            return None
+        register()
+        dtype = resolve_dtype(config.dtype, str(found.path), self._context.device)
+        return plan_causal_lm(found, dtype, trust_remote_code=config.trust_remote_code)
 
     def load(self) -> ModelInfo:
         register()

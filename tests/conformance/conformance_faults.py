@@ -180,6 +180,12 @@ class GivesEveryRow(FakeModel):
         return super().forward(batch)
 
 
+@found_by("ModelSuite", "test_what_the_model_says_of_itself", "plan_weights says before the load")
+class PlansWeightsThatItLacks(FakeModel):
+    def plan_weights(self) -> int:
+        return 1 << 20
+
+
 class _Runner(FakeRunner):
     def __init__(self, context: Any, options: Any) -> None:
         from trivet.testing.fakes import FakeRunnerOptions

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 import trivet.demo
 from trivet.errors import ModelLoadError
-from trivet.model_source import ModelLocation, resolve_model
+from trivet.model_source import ModelLocation, find_model, resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +167,29 @@ def test_hub_tokenizer_without_weights(tmp_path: Path, hub: dict[str, Any]) -> N
     hub["answer"] = make_folder(tmp_path / "snapshots" / "def", "config.json")
     resolve_model("owner/name")
     assert "*.safetensors" not in hub["options"]["ignore_patterns"]
+
+
+def test_what_is_on_this_machine_is_found_without_asking_the_hub(
+    tmp_path: Path, hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path / "model", "config.json", "model.safetensors")
+    assert find_model(str(folder), "main") == ModelLocation("hf", folder)
+    cached = make_folder(tmp_path / "hub" / "0123abc", "config.json")
+
+    def try_to_load(repository: str, filename: str, revision: str | None) -> str | None:
+        asked.append((repository, revision))
+        return str(cached / filename) if repository == "Qwen/Qwen3-0.6B" else None
+
+    asked: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", try_to_load)
+    assert find_model("Qwen/Qwen3-0.6B") == ModelLocation("hf", cached)
+    assert find_model("Qwen/Qwen3-0.6B", "v2") == ModelLocation("hf", cached, "v2")
+    assert find_model("Qwen/Qwen3-0.6B@v1", "v2") == ModelLocation("hf", cached, "v1")
+    assert find_model("nobody/has-this") is None
+    assert [revision for _, revision in asked] == [None, "v2", "v1", None]
+    with pytest.raises(ModelLoadError, match="missing GGUF file"):
+        find_model(str(tmp_path / "other.gguf"))
+    assert hub["asked"] == []
 
 
 def test_demo_comes_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

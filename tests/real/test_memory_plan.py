@@ -25,7 +25,8 @@ def planned(config: Mapping[str, Any]) -> MemoryPlan:
 def check(path: Path, **settings: Any) -> MemoryPlan:
     """Compare the plan with a started engine; returns the plan."""
     cache = settings.pop("cache", {"memory": "256MiB"})
-    config = {"model": str(path), "plugins": {"cache": {"use": "paged", **cache}}, **settings}
+    plugins = {"cache": {"use": "paged", **cache}, **settings.pop("plugins", {})}
+    config = {"model": str(path), "plugins": plugins, **settings}
     plan = planned(config)
     assert not plan.problems
     parts = assemble(config, ())
@@ -38,7 +39,6 @@ def check(path: Path, **settings: Any) -> MemoryPlan:
         assert plan.groups == [GroupPlan(len(g.layers), g.kind, g.window, g.block_size) for g in layout.groups]
         assert plan.kv_bytes_per_token == sum(spec.bytes_per_token for spec in layout.specs)
         assert plan.kv_dtype == layout.specs[0].dtype
-        # Buffers of the model (rotary frequencies) are no weights of the file.
         assert plan.weights_in_memory == pytest.approx(parts.info.weight_bytes, rel=0.001)
         assert plan.dtype == parts.info.model.dtype
         attention = parts.executor._worker.get("attention")  # type: ignore[attr-defined]
@@ -70,3 +70,30 @@ def test_qwen(real_model: Callable[[str], Path], name: str) -> None:
     plan = check(real_model(name))
     assert [(group.layers, group.kind) for group in plan.groups] == [(24, "full")]
     check(real_model(name), cache={"num_blocks": 300}, max_model_len=1024)
+
+
+@pytest.mark.parametrize("name", ["qwen05/hf", "qwen05/model.gguf"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", {"use": "int4", "lm_head": False, "offsets": False}, "gguf"])
+def test_quantised_weights(real_model: Callable[[str], Path], name: str, quantization: Any) -> None:
+    path = real_model(name)
+    plain = planned({"model": str(path)}).weights_in_memory
+    plan = check(path, plugins={"quantization": quantization})
+    assert plan.quantization == (quantization if isinstance(quantization, str) else quantization["use"])
+    assert plan.weights_in_memory is not None
+    assert plain is not None
+    if quantization == "gguf" and name.endswith("hf"):  # there are no blocks to take over
+        assert plan.weights_in_memory == plain
+    else:
+        assert plan.weights_in_memory < 0.8 * plain
+    assert not any("known after loading only" in note for note in plan.notes)
+
+
+def test_other_types_and_models(real_model: Callable[[str], Path]) -> None:
+    gemma = real_model("gemma270/hf")
+    check(gemma, dtype="float32")
+    check(real_model("gemma270/model.gguf"), dtype="bfloat16", plugins={"quantization": "int8"})
+    tied = check(gemma, plugins={"model": "transformers"})
+    assert tied.weights_in_memory is not None
+    assert tied.weights_on_disk is not None
+    assert tied.weights_in_memory == pytest.approx(tied.weights_on_disk, rel=0.001), "one matrix for both uses"
+    check(real_model("gemma270/model.gguf"), plugins={"model": "transformers"})

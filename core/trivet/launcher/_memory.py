@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trivet.assembly import too_large
 from trivet.errors import CacheMemoryError, TrivetError
 from trivet.launcher._model_files import ModelFiles, read_model
-from trivet.model_source import ModelLocation, is_hub_id, resolve_model
+from trivet.model_source import ModelLocation, find_model
 from trivet.registry.records import Origin
 from trivet.roles import CacheRequirements, KVLayout, MemoryEstimate, ModelInfo
 from trivet.sizing import format_bytes
@@ -55,6 +54,7 @@ class MemoryPlan:
     model: str
     device: str | None = None
     dtype: str | None = None
+    quantization: str | None = None  #: whose sizes the weights in memory have, besides ``dtype``
     weights_on_disk: int | None = None
     weights_in_memory: int | None = None
     workspace: int | None = None  #: an estimate
@@ -81,7 +81,8 @@ class MemoryPlan:
         if self.weights_on_disk is not None:
             yield "weights on disk", format_size(self.weights_on_disk)
         if self.weights_in_memory is not None:
-            yield "weights in memory", f"{format_size(self.weights_in_memory)} as {self.dtype}"
+            kinds = " and ".join(kind for kind in (self.quantization, self.dtype) if kind is not None)
+            yield "weights in memory", format_size(self.weights_in_memory) + (f" as {kinds}" if kinds else "")
         if self.workspace is not None:
             yield "workspace", f"{format_size(self.workspace)} in the largest step, an estimate"
         if self.kv_bytes_per_token is not None:
@@ -131,9 +132,12 @@ def plan_memory(config: EngineConfig, registry: Registry) -> MemoryPlan:
         worker.get("model").check()
         (model,) = registry.selection("model").choices
         if model.offer.plugin.origin is not Origin.BUNDLED:
-            plan.notes.append(f"known when the model is loaded, by {model.offer.label}")
+            _settle_device(config, registry, worker)
+            plan.device, plan.weights_in_memory = worker.device, worker.get("model").plan_weights()
+            rest = "" if plan.weights_in_memory is None else "the rest is "
+            plan.notes.append(f"{rest}known when the model is loaded, by {model.offer.label}")
             return plan
-        location = _locate(config)
+        location = find_model(config.model, config.revision)
         if location is None:
             plan.notes.append("a hub model that is not in the local cache; its sizes are known when it is loaded")
             return plan
@@ -152,15 +156,12 @@ def _worker(registry: Registry) -> WorkerContextImpl:
     return context.worker_context()
 
 
-def _locate(config: EngineConfig) -> ModelLocation | None:
-    """The model's files; None for a hub model that would have to be downloaded."""
-    if not is_hub_id(config.model):
-        return resolve_model(config.model)
-    from huggingface_hub import try_to_load_from_cache
-
-    repository, _, revision = config.model.partition("@")
-    found = try_to_load_from_cache(repository, "config.json", revision=revision or config.revision)
-    return ModelLocation("hf", Path(found).parent, revision or config.revision) if isinstance(found, str) else None
+def _settle_device(config: EngineConfig, registry: Registry, worker: WorkerContextImpl) -> None:
+    """Have the runner say what ``auto`` is."""
+    limits: SchedulerLimits = registry.engine_context.get("scheduler").limits
+    runner: Runner = worker.get("runner")
+    if runner.estimate(ModelInfo(0, 0), 0, limits.max_num_batched_tokens) is None:
+        worker.device = "cpu" if config.device == "auto" else config.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +195,7 @@ class _Sizing:
         self._limits: SchedulerLimits = context.get("scheduler").limits
         self._executor: Executor = context.get("executor")
         self._runner: Runner = self._worker.get("runner")
-        estimate = self._runner.estimate(ModelInfo(0, 0), 0, self._limits.max_num_batched_tokens)
-        if estimate is None:
-            self._worker.device = "cpu" if config.device == "auto" else config.device
+        _settle_device(config, registry, worker)
         self._files: ModelFiles = read_model(location, config.dtype, self._worker.device)
         self._estimates: dict[int, MemoryEstimate | None] = {}
         (self._choice,) = registry.selection("cache").choices
@@ -205,12 +204,8 @@ class _Sizing:
         """Fill in everything that is known."""
         files = self._files
         plan.dtype, plan.device = files.dtype, self._worker.device
-        plan.weights_on_disk, plan.weights_in_memory = files.weights_on_disk, files.weights_in_memory
         plan.notes += files.notes
-        plan.notes += [
-            f"weights are counted as {files.dtype}; what {choice.offer.name} makes of them is known after loading only"
-            for choice in self._registry.selection("quantization").choices
-        ]
+        self._plan_weights(plan)
         plan.tiers = [_tier(choice) for choice in self._registry.selection("cache_tier").choices]
         self._host_bytes = sum(tier.host_memory or 0 for tier in plan.tiers)
         case = _Case(self._config.max_model_len, self._limits.max_num_batched_tokens)
@@ -263,6 +258,19 @@ class _Sizing:
                     f"{format_size(outcome.total)} are needed and {format_size(estimate.free_bytes)} are free on "
                     f"{estimate.device}.{self._advice(case, short=False)}"
                 )
+
+    def _plan_weights(self, plan: MemoryPlan) -> None:
+        """What the model says its weights will take, else what its files hold."""
+        files = self._files
+        planned: int | None = self._worker.get("model").plan_weights()
+        quantization = next((choice.offer.name for choice in self._registry.selection("quantization").choices), None)
+        if planned is not None:
+            files.weights_in_memory, plan.quantization = planned, quantization
+        elif quantization is not None and files.weights_in_memory is not None:
+            plan.notes.append(
+                f"weights are counted as {files.dtype}; what {quantization} makes of them is known after loading only"
+            )
+        plan.weights_on_disk, plan.weights_in_memory = files.weights_on_disk, files.weights_in_memory
 
     def _check_tiers(self, plan: MemoryPlan, layout: KVLayout) -> None:
         context = self._registry.engine_context

@@ -82,6 +82,15 @@ class Model(Role):
         weights where they would be ignored. Reads no weights and allocates nothing: ``config check`` calls it instead
         of :meth:`load`, which begins with the same."""
 
+    def plan_weights(self) -> int | None:
+        """Bytes of memory that the weights will take with this configuration: what :attr:`weight_bytes` will be.
+
+        ``config check`` calls it instead of :meth:`load`, after :meth:`check` and ``Runner.estimate``, which settles
+        ``context.device``. It reads headers only, and downloads nothing. None (the default) where they do not tell, as
+        for weights that are not there yet: then the numbers in the files are counted in the model's dtype. Raises
+        :class:`trivet.errors.ModelLoadError` for weights that :meth:`load` would refuse."""
+        return None
+
     @abstractmethod
     def load(self) -> ModelInfo:
         """Load the weights of ``context.config.model`` onto ``context.device``. Raises

@@ -41,3 +41,12 @@ class Quantization(Role):
         ``[T, sum of out]`` in the type of its input, the outputs of ``parts`` side by side, and ``weight_bytes`` says
         what it takes. A fused layer (query, key and value) has several parts, which may be stored in different types.
         The tensors of ``parts`` may be views of a mapped file and are not to be kept."""
+
+    def planned_bytes(self, parts: Sequence[StoredLinear], *, bias: bool) -> int | None:
+        """The ``weight_bytes`` of what :meth:`linear` would make of ``parts``, whose ``tensors`` are empty; None (the
+        default) where that is known only then. Asked by a model that plans its weights (:meth:`Model.plan_weights`).
+
+        Args:
+            parts: Linear weights that :meth:`accepts` has accepted.
+            bias: Whether all of them have a bias, or none has."""
+        return None

@@ -151,6 +151,11 @@ def check_folder(folder: Path) -> list[Path]:
     raise ModelLoadError(f"{folder} has no weights: neither {_SINGLE} nor {_INDEX} is there; {_RECONVERT}")
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether there are any weights in ``folder`` as safetensors; they may be incomplete."""
+    return any(folder.glob("*.safetensors"))
+
+
 def _check_index(folder: Path) -> list[Path]:
     index = folder / _INDEX
     weight_map = _read_json(index).get("weight_map")

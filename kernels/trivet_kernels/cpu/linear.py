@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import mmap
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -47,6 +47,31 @@ class _Layer(ctypes.Structure):
         ("planes", ctypes.c_int32),
         ("factor", ctypes.c_float),
     ]
+
+
+class _Geometry(NamedTuple):
+    """How a row is divided."""
+
+    segment: int  #: values that are multiplied as integers before a scale is applied
+    segments: int  #: in a row, as many as fill the groups of activations
+    act_segments: int  #: segments that share a scale of the activations
+    row_scale: bool  #: whether a row of weights has one scale and several segments
+
+    @classmethod
+    def of(cls, in_features: int, segment: int, *, offsets: bool, act_group: int | None) -> _Geometry:
+        """Arguments as those of :class:`QuantizedLinear`."""
+        # With one scale in a row of weights, what a segment is in the kernel is up to the activations.
+        row_scale = act_group is not None and act_group < min(segment, in_features) and segment >= in_features
+        assert not (row_scale and offsets)
+        if row_scale:
+            assert act_group is not None
+            assert act_group % 16 == 0
+            segment = act_group
+        act_segments = None if act_group is None else act_group // segment
+        segments = -(-in_features // segment)
+        if act_segments is not None and act_segments < segments:
+            segments = -(-segments // act_segments) * act_segments
+        return cls(segment, segments, min(segments, act_segments or segments), row_scale)
 
 
 class QuantizedLinear:
@@ -99,18 +124,9 @@ class QuantizedLinear:
         assert segment <= MAX_SEGMENT
         self.in_features = in_features
         self.out_features = out_features
-        # With one scale in a row of weights, what a segment is in the kernel is up to the activations.
-        row_scale = act_group is not None and act_group < min(segment, in_features) and segment >= in_features
-        assert not (row_scale and offsets)
+        form = _Geometry.of(in_features, segment, offsets=offsets, act_group=act_group)
         self._matrix_segment = segment
-        if row_scale:
-            assert act_group is not None
-            assert act_group % 16 == 0
-            segment = act_group
-        act_segments = None if act_group is None else act_group // segment
-        segments = -(-in_features // segment)
-        if act_segments is not None and act_segments < segments:
-            segments = -(-segments // act_segments) * act_segments
+        segment, segments, row_scale = form.segment, form.segments, form.row_scale
         panels = -(-out_features // PANEL)
         self._weight = _room(panels * PANEL * segments * segment * bits // 8)
         scale_type = torch.float32 if wide_scale else torch.float16
@@ -126,7 +142,7 @@ class QuantizedLinear:
             out_features=out_features,
             segment=segment,
             num_segments=segments,
-            act_segments=min(segments, act_segments or segments),
+            act_segments=form.act_segments,
             bits=bits,
             zero_point=zero_point,
             wide_scale=wide_scale,
@@ -226,6 +242,26 @@ class QuantizedLinear:
         """Bytes of memory that weights, scales, offsets and bias take."""
         tensors = (self._weight, self._scale, self._offset, self._bias)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    @staticmethod
+    def planned_bytes(
+        in_features: int,
+        out_features: int,
+        *,
+        segment: int,
+        bits: int,
+        offsets: bool = False,
+        wide_scale: bool = False,
+        act_group: int | None = None,
+        bias: bool = False,
+    ) -> int:
+        """What :attr:`weight_bytes` is of a layer of these arguments; needs no compiled kernels."""
+        form = _Geometry.of(in_features, segment, offsets=offsets, act_group=act_group)
+        rows = -(-out_features // PANEL) * PANEL
+        weight = rows * form.segments * form.segment * bits // 8
+        scale = rows * (1 if form.row_scale else form.segments) * (4 if wide_scale else 2)
+        offset = rows * form.segments * 2 if offsets else 0
+        return weight + scale + offset + (out_features * 4 if bias else 0)
 
 
 def round_to_four(

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ Run = Callable[..., Result]
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 32,
+    "vocab_size": 64,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -128,17 +129,48 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def _safetensors(path: Path, num_elements: int = 1000) -> None:
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [num_elements], "data_offsets": [0, 2 * num_elements]}})
-    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2 * num_elements))
+def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor name → shape of a Llama."""
+    hidden, wide, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv_size = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        parts = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv_size, hidden),
+            "self_attn.v_proj": (kv_size, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (wide, hidden),
+            "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (hidden, wide),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
+    return shapes | {"model.norm.weight": (hidden,)}
+
+
+def write_zeros(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """A safetensors file of zeros in bfloat16."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
 
 
 def model_folder(site: Site, **changes: Any) -> Path:
     """A folder with the configuration of a tiny Llama, changed, and weights of nothing but zeros."""
     folder = site.folder / "model"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}), encoding="utf-8")
-    _safetensors(folder / "model.safetensors")
+    config = {**LLAMA, **changes}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_zeros(folder / "model.safetensors", llama_shapes(config))
     return folder
 
 

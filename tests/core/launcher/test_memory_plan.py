@@ -6,14 +6,22 @@ import json
 from typing import Any
 
 import pytest
-from launcher_kit import Run, Site, memory_plan, model_config, model_folder
+from launcher_kit import LLAMA, Run, Site, llama_shapes, memory_plan, model_config, model_folder, write_zeros
 
-from trivet.roles import AttentionSupport, LayerKVSpec, ModelInfo, Runner
+from trivet.roles import AttentionSupport, LayerKVSpec, Model, ModelInfo, Quantization, Runner
 from trivet_torch.memory import workspace_bytes
 from trivet_torch_attention.attention import TorchAttention
 
 MIB = 1 << 20
 FREE = 100 * MIB
+VOCAB, HIDDEN, WIDE = 64, 64, 128
+#: of the matrices that are multiplied with: queries, keys and values, outputs, gate, up, down; the head
+MATRICES = 2 * ((64 + 32 + 32) * HIDDEN + HIDDEN * HIDDEN + 3 * WIDE * HIDDEN) + VOCAB * HIDDEN
+#: before attention and the feed-forward network, and the last one
+NORMS = (2 + 2 + 1) * HIDDEN
+NUMBERS = MATRICES + NORMS
+#: norms are float32; embeddings are looked up in the file
+WEIGHTS = 2 * MATRICES + 4 * NORMS
 #: keys and values of one token in one layer of the model: heads, head size, bytes
 LAYER = 2 * 2 * 16 * 2
 WINDOWS: dict[str, Any] = {
@@ -51,14 +59,14 @@ def test_the_plan_of_a_folder(site: Site, run: Run) -> None:
     plan = memory_plan(run, config)
     blocks = MIB // (2 * LAYER * 16) - 1
     assert plan["kv_bytes_per_token"] == 2 * LAYER
-    assert plan["weights_on_disk"] > 2000
-    assert (plan["dtype"], plan["weights_in_memory"], plan["device"]) == ("bfloat16", 2000, "cpu")
+    assert plan["weights_on_disk"] > 2 * (NUMBERS + VOCAB * HIDDEN)
+    assert (plan["dtype"], plan["weights_in_memory"], plan["device"]) == ("bfloat16", WEIGHTS, "cpu")
     assert (plan["max_model_len"], plan["num_blocks"], plan["num_tokens"]) == (256, blocks, blocks * 16)
     assert plan["num_full_requests"] == blocks * 16 // 256
     assert plan["kv_bytes_per_request"] == 256 * 2 * LAYER
     assert plan["groups"] == [{"layers": 2, "kind": "full", "window": None, "block_size": 16}]
-    assert plan["workspace"] == 4 * 256 * 32 * 4 + 16 * 2048 * 64 * 2, "256 rows of 32 words, 2048 tokens of 64"
-    assert plan["total"] == 2000 + plan["workspace"] + plan["cache_bytes"]
+    assert plan["workspace"] == 4 * 256 * 64 * 4 + 16 * 2048 * 64 * 2, "256 rows of 64 words, 2048 tokens of 64"
+    assert plan["total"] == WEIGHTS + plan["workspace"] + plan["cache_bytes"]
     assert (plan["free"], plan["problems"], plan["notes"]) == (FREE, [], [])
     assert memory_plan(run, config, "--set", "dtype=float32")["kv_bytes_per_token"] == 4 * LAYER
 
@@ -132,7 +140,7 @@ def test_a_cache_without_a_size_gets_its_share_of_what_is_free(site: Site, run: 
     assert any("plugins.cache.memory" in note for note in plan["notes"])
     share = ("--set", "plugins.runner.cpu_memory_share=0.05")
     page = 2 * LAYER * 16
-    assert memory_plan(run, config, *share)["num_blocks"] == int((FREE - 2000) * 0.05) // page - 1
+    assert memory_plan(run, config, *share)["num_blocks"] == int((FREE - WEIGHTS) * 0.05) // page - 1
     measured = memory_plan(run, config, *share, "--set", "plugins.runner.profile=true")
     assert measured["num_blocks"] < int(FREE * 0.05) // page // 2, "a workspace that is measured is taken off"
 
@@ -167,7 +175,7 @@ def test_a_cache_too_small_for_the_length_names_length_and_memory(site: Site, ru
     cache = {"use": "paged", "memory": "32KiB"}
     config = model_config(site, model_folder(site), max_model_len=256, plugins={"cache": cache})
     plan, error = refusal(run, config)
-    assert plan["weights_in_memory"] == 2000, "what is known is shown all the same"
+    assert plan["weights_in_memory"] == WEIGHTS, "what is known is shown all the same"
     assert "max_model_len to 112 or less" in error
     assert "plugins.cache.memory to at least 68KiB" in error
     memory_plan(run, config, "--set", "max_model_len=112")
@@ -273,13 +281,72 @@ def test_without_an_estimate_only_a_fixed_size_is_planned(
 
 def test_the_estimate_is_the_runners(site: Site, run: Run) -> None:
     plan = memory_plan(run, model_config(site, model_folder(site), max_num_batched_tokens=512, max_num_seqs=8))
-    info = ModelInfo(vocab_size=32, max_model_len=256, hidden_size=64, dtype="bfloat16")
+    info = ModelInfo(vocab_size=VOCAB, max_model_len=256, hidden_size=64, dtype="bfloat16")
     assert plan["workspace"] == workspace_bytes(info, 8, 512)
 
 
-def test_what_quantisation_saves_is_not_counted_and_the_plan_says_so(site: Site, run: Run) -> None:
+def test_quantised_weights_are_counted_as_they_will_be(site: Site, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model_config(site, model_folder(site))
+    plan = memory_plan(run, config, "--set", "quantization=int8")
+    assert plan["quantization"] == "int8"
+    assert not any("int8" in note for note in plan["notes"])
+    assert MATRICES < plan["weights_in_memory"] < 0.7 * WEIGHTS, "a byte each, and scales"
+    assert "as int8 and bfloat16\n" in run("config", "check", config, "--set", "quantization=int8").out
+    monkeypatch.setattr("trivet_native.model.NativeModel.plan_weights", Model.plan_weights)
+    assert memory_plan(run, config)["quantization"] is None
+
+
+def test_a_quantization_that_does_not_say_what_it_saves_is_noted(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trivet_quantization.base.PackingQuantization.planned_bytes", Quantization.planned_bytes)
     config = model_config(site, model_folder(site))
     plain, quantised = memory_plan(run, config), memory_plan(run, config, "--set", "quantization=int8")
     assert not any("int8" in note for note in plain["notes"])
-    assert any("weights are counted as" in note and "int8" in note for note in quantised["notes"])
-    assert quantised["weights_in_memory"] == plain["weights_in_memory"]
+    assert any("weights are counted as bfloat16" in note and "int8" in note for note in quantised["notes"])
+    assert quantised["weights_in_memory"] == 2 * (NUMBERS + VOCAB * HIDDEN), "all numbers in the files"
+
+
+def test_weights_that_are_not_there_yet_are_noted(site: Site, run: Run) -> None:
+    folder = model_folder(site)
+    (folder / "model.safetensors").unlink()
+    plan = memory_plan(run, model_config(site, folder))
+    assert plan["weights_in_memory"] is None
+    assert plan["notes"][0] == "the weights are not there yet"
+    assert plan["kv_bytes_per_token"] == 2 * LAYER, "what is known is shown all the same"
+
+
+def test_weights_of_another_model_are_refused_before_a_start(site: Site, run: Run) -> None:
+    folder = model_folder(site)
+    shapes = llama_shapes(LLAMA)
+    del shapes["model.layers.1.mlp.up_proj.weight"]
+    write_zeros(folder / "model.safetensors", shapes)
+    result = run("config", "check", model_config(site, folder))
+    assert result.code == 2
+    assert "model.layers.1.mlp.up_proj.weight" in result.err
+
+
+def test_a_model_of_others_says_what_its_weights_take(site: Site, run: Run) -> None:
+    site.plugin(
+        "sized",
+        """
+        from trivet.testing.fake_model import FakeModel
+
+        class Sized(FakeModel):
+            def plan_weights(self):
+                return 3 << 20 if self._context.device == "cpu" else None
+
+        def make(context, options):
+            model = Sized(context)
+            model._context = context
+            return model
+
+        @hookimpl
+        def trivet_providers():
+            return [Provider(role="model", name="sized", factory=f"{__name__}:make")]
+        """,
+    )
+    result = run("config", "check", site.config(plugins={"model": {"use": "sized"}}))
+    assert result.code == 0, result.err
+    assert "weights in memory  3MiB\n" in result.out
+    assert "the rest is known when the model is loaded" in result.out

@@ -36,7 +36,7 @@ HALVES = {
 
 
 def context(device: str = "cpu", dtype: str = "float32") -> Any:
-    return SimpleNamespace(device=device, config=SimpleNamespace(dtype=dtype, model="fake"))
+    return SimpleNamespace(device=device, config=SimpleNamespace(dtype=dtype, model="fake", revision=None))
 
 
 def int8(**options: Any) -> Int8:
@@ -394,3 +394,51 @@ def test_four_bits_on_an_accelerator_want_bfloat16(torchao: FakeTorchao) -> None
 def test_gguf_on_an_accelerator() -> None:
     with pytest.raises(PluginError, match=r"the device is cuda:1: set plugins.quantization to int8 or int4"):
         Gguf(context("cuda:1"), GgufOptions())
+
+
+def compare_plan(quantization: Any, parts: list[StoredLinear]) -> None:
+    """What a layer will take, told without its tensors, is what it takes."""
+    bare = [dataclasses.replace(part, tensors={}) for part in parts]
+    planned = quantization.planned_bytes(bare, bias="bias" in parts[0].tensors)
+    assert planned == quantization.linear(parts).weight_bytes
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("columns", [1, 16, 40, 128, 256, 320])
+@pytest.mark.parametrize("rows", [1, 32, 47])
+def test_plans_of_rounded_weights(rows: int, columns: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(build, "library", lambda: None)
+    for quantization in (
+        int8(),
+        int8(group=32, activation_group=128),
+        int8(group=None),
+        int8(group=None, activation_group=None),
+        int8(activations="int16"),
+        int4(),
+        int4(offsets=False, activation_group=128),
+        int4(activation_group=None),
+        int4(eight_bits=()),
+    ):
+        weight, bias = floats(rows, columns), floats(rows, 1)[:, 0]
+        compare_plan(quantization, [stored(weight)])
+        compare_plan(quantization, [stored(weight, bias=bias), stored(weight.bfloat16(), "a.v_proj", bias)])
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kind", sorted(kind.name for kind in FORMATS))
+def test_plans_of_blocks(kind: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(build, "library", lambda: None)
+    part, _ = blocks(kind, 40, 512)
+    other, _ = blocks("Q8_0", 24, 512)
+    for quantization in (gguf(), gguf(activation_group=128), int8(), int8(group=32), int4(), int4(offsets=False)):
+        compare_plan(quantization, [part, other, part])
+
+
+def test_plans_on_an_accelerator(torchao: FakeTorchao, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias = floats(48, 64), torch.arange(48.0)
+    for kind, options in ((Int8, Int8Options()), (Int4, Int4Options()), (Int4, Int4Options(eight_bits=()))):
+        quantization = on_accelerator(kind, options, monkeypatch)
+        compare_plan(quantization, [stored(weight, "a.v_proj", bias), stored(weight, "a.v_proj", bias)])
+        compare_plan(quantization, [stored(weight)])

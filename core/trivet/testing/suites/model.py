@@ -53,9 +53,10 @@ class ModelSuite(ArraySuite):
             max_num_seqs=SLOTS, max_model_len=self.longest + 8, plugins={"attention": {"use": self.attention}}
         )
         model: Model = self.make(context)
+        planned = model.plan_weights()
         info = model.load()
         context.max_model_len = min(info.max_model_len, self.longest + 8)
-        return LoadedModel(self, context, model, info, seed)
+        return LoadedModel(self, context, model, info, planned, seed)
 
     def sequence(self, length: int, seed: int, vocab_size: int) -> list[int]:
         """Random tokens."""
@@ -112,7 +113,15 @@ class ModelSuite(ArraySuite):
                     LayerKVSpec,
                     spec=spec,
                 )
-            require(worker.model.weight_bytes >= 0, "weight_bytes counts bytes", Model.weight_bytes)
+            taken, planned = worker.model.weight_bytes, worker.planned
+            require(taken >= 0, "weight_bytes counts bytes", Model.weight_bytes)
+            require(
+                planned is None or abs(planned - taken) <= taken / 1000,
+                "plan_weights says before the load what weight_bytes says after it, or None",
+                Model.plan_weights,
+                planned=planned,
+                weight_bytes=taken,
+            )
         finally:
             worker.close()
 
@@ -229,8 +238,11 @@ class ModelSuite(ArraySuite):
 class LoadedModel:
     """A model with attention, storage and the worker's batch state."""
 
-    def __init__(self, suite: ModelSuite, context: Any, model: Model, info: ModelInfo, seed: int) -> None:
+    def __init__(
+        self, suite: ModelSuite, context: Any, model: Model, info: ModelInfo, planned: int | None, seed: int
+    ) -> None:
         self._suite, self._context, self.model, self.info = suite, context, model, info
+        self.planned = planned  #: what ``plan_weights`` said before the model was loaded
         attention = context.get("attention")
         specs = model.kv_specs()
         layout = make_layout(specs, [attention.support(s) for s in specs], suite.block_size, NUM_BLOCKS)
