@@ -1,8 +1,10 @@
-"""What a model's own files say about how it is to be used: sampling parameters, and how embeddings are made."""
+"""What a model's own files say about how it is to be used: sampling parameters, how embeddings are made, and how long a
+context is."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,3 +124,58 @@ def _read(path: Path, kind: type[Any] = dict) -> Any:
     if not isinstance(value, kind):
         raise ModelLoadError(f"{path} must hold a JSON {kind.__name__}, got {type(value).__name__}")
     return value
+
+
+# ---------------------------------------------------------------------- context
+
+
+def context_length(config: Mapping[str, Any], positions: int, wanted: int | None) -> int:
+    """Positions that a model has in an engine with the given ``max_model_len``.
+
+    With rotary embeddings of the type ``longrope`` that is the original context unless more is asked for, since the
+    factors for more serve short prompts less well; so it is in vLLM. ``dynamic`` reaches beyond ``positions`` as far as
+    its factor says, if that is asked for.
+
+    Args:
+        config: The decoder's configuration: fields as in ``config.json``.
+        positions: What it calls ``max_position_embeddings``.
+        wanted: ``max_model_len`` as configured.
+    """
+    longest = positions
+    for parameters in _rope_parameters(config):
+        kind = _rope_kind(parameters)
+        if kind == "longrope" and wanted is None:
+            longest = min(longest, _original_length(parameters, config) or positions)
+        elif kind == "dynamic" and wanted is not None and wanted > positions:
+            longest = int(positions * (parameters.get("factor") or 1.0))
+    return longest
+
+
+def rope_limits(config: Mapping[str, Any], positions: int) -> Iterator[tuple[str, int]]:
+    """``(type, length)`` for each set of rotary frequencies that changes in sequences of more than ``length`` tokens;
+    arguments as in :func:`context_length`."""
+    for parameters in _rope_parameters(config):
+        kind = _rope_kind(parameters)
+        limit = positions if kind == "dynamic" else _original_length(parameters, config)
+        if kind in {"longrope", "dynamic"} and limit is not None:
+            yield kind, limit
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The rope parameters of the model, or one by one those of its layer types."""
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(given, Mapping):
+        yield from [value for value in given.values() if isinstance(value, Mapping)] or [given]
+
+
+def _rope_kind(parameters: Mapping[str, Any]) -> str:
+    """By its name of today: ``su`` was Phi-3's for ``longrope``."""
+    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    return "longrope" if kind == "su" else "dynamic" if "dynamic" in kind else kind
+
+
+def _original_length(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    """The context that the model was first trained for."""
+    name = "original_max_position_embeddings"
+    found = parameters.get(name) or config.get(name)
+    return found if isinstance(found, int) else None

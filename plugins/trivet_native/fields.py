@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 #: types of rotary embeddings
-ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3"})
+ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"})
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 #: transformers' names of activations
 ACTIVATIONS = MappingProxyType(

@@ -24,7 +24,7 @@ from trivet_native.planning import plan_decoder
 from trivet_native.rope import rope_table
 from trivet_torch.allocator import Trimmer
 from trivet_torch.dtypes import resolve_dtype
-from trivet_torch.rope import check_rope
+from trivet_torch.rope import context_length
 from trivet_torch.weights.safetensors_dir import has_weights
 from trivet_torch.weights.stored import open_weights
 
@@ -93,8 +93,8 @@ class NativeModel(Model):
         self._spec = spec = make_spec(name, weights.config)
         location = Path(weights.location)
         pooling_type, normalizes = pooling_defaults(location) if location.is_dir() else ("last", True)
-        self._max_len = min(spec.max_positions, config.max_model_len or spec.max_positions)
-        check_rope(name, weights.config, self._max_len)
+        longest = context_length(weights.config, spec.max_positions, config.max_model_len)
+        self._max_len = min(longest, config.max_model_len or longest)
         self._layers = [_limited(layer, self._max_len) for layer in spec.layers]
         self._score: torch.Tensor | None = None
         self._pooling: dict[int, int] = {}
@@ -102,7 +102,7 @@ class NativeModel(Model):
         self.capturable = self._can_be_recorded(device)
         return ModelInfo(
             vocab_size=spec.vocab_size,
-            max_model_len=spec.max_positions,
+            max_model_len=longest,
             eos_token_ids=weights.eos_token_ids,
             num_layers=len(spec.layers),
             hidden_size=spec.hidden_size,

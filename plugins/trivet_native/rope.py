@@ -16,15 +16,15 @@ def rope_table(config: Any, rope: RopeSpec, max_positions: int) -> Tensor:
     """``[max_positions, R]`` float32: ``R / 2`` cosines, then ``R / 2`` sines for each position, scaled by the
     attention factor of the rope type.
 
-    Frequencies are those that transformers computes from ``config`` for a sequence of no particular length; see
-    :func:`trivet_torch.rope.check_rope` for the types where they depend on it.
+    Frequencies are those that transformers computes from ``config`` for a sequence of ``max_positions`` tokens, which
+    matters for the types where they depend on it; see :mod:`trivet_torch.rope`.
     """
-    frequencies, factor = _frequencies(config, rope)
+    frequencies, factor = _frequencies(config, rope, max_positions)
     angles = torch.arange(max_positions).float()[:, None] * frequencies.float()
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(factor)
 
 
-def _frequencies(config: Any, rope: RopeSpec) -> tuple[Tensor, float]:
+def _frequencies(config: Any, rope: RopeSpec, length: int) -> tuple[Tensor, float]:
     """Radians per position of each pair ``[R / 2]``, and the factor of cosines and sines."""
     parameters = rope.parameters
     kind = parameters.get("rope_type", "default")
@@ -35,5 +35,5 @@ def _frequencies(config: Any, rope: RopeSpec) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     compute: Any = ROPE_INIT_FUNCTIONS[kind]
-    frequencies, factor = compute(config, torch.device("cpu"), layer_type=rope.layer_type)
+    frequencies, factor = compute(config, torch.device("cpu"), seq_len=length, layer_type=rope.layer_type)
     return frequencies, float(factor)

@@ -14,7 +14,7 @@ from trivet.model_source import find_model
 from trivet.roles.kv import KVKind, LayerKVSpec
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
 from trivet_torch.dtypes import resolve_dtype
-from trivet_torch.rope import check_rope
+from trivet_torch.rope import context_length, fix_frequencies
 from trivet_torch.weights import load_causal_lm
 from trivet_transformers.interface import KEYWORD, NAME, Layer, PagedHandler, register, take_temperature
 from trivet_transformers.planning import plan_causal_lm
@@ -86,8 +86,9 @@ class TransformersModel(Model):
             raise ModelLoadError(
                 f"{name}: config.json does not say how many positions the model has; set max_model_len"
             )
+        longest = context_length(decoder, longest, config.max_model_len)
         self._max_len = min(longest, config.max_model_len or longest)
-        check_rope(name, decoder, self._max_len)
+        fix_frequencies(name, self._model, decoder, self._max_len)
         # A window as long as the context hides nothing.
         self._spans: list[tuple[KVKind, int | None]] = [
             ("full", None) if window is None or window >= self._max_len else (kind, window)

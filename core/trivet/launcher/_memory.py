@@ -196,7 +196,7 @@ class _Sizing:
         self._executor: Executor = context.get("executor")
         self._runner: Runner = self._worker.get("runner")
         _settle_device(config, registry, worker)
-        self._files: ModelFiles = read_model(location, config.dtype, self._worker.device)
+        self._files: ModelFiles = read_model(location, config.dtype, self._worker.device, config.max_model_len)
         self._estimates: dict[int, MemoryEstimate | None] = {}
         (self._choice,) = registry.selection("cache").choices
 

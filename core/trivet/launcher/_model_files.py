@@ -14,6 +14,7 @@ import numpy as np
 
 from trivet.errors import ModelLoadError
 from trivet.gguf import GGUFFile
+from trivet.model_defaults import context_length
 from trivet.model_source import ModelLocation
 from trivet.roles import LayerKVSpec, ModelInfo
 from trivet.roles.kv import KVKind
@@ -102,26 +103,28 @@ class ModelFiles:
         return tuple(made)
 
 
-def read_model(location: ModelLocation, dtype: str, device: str) -> ModelFiles:
+def read_model(location: ModelLocation, dtype: str, device: str, max_model_len: int | None = None) -> ModelFiles:
     """Read a folder's config.json and the headers of its weights, or a GGUF file's header.
 
     Args:
         location: Where the files are.
         dtype: As configured; ``auto`` is what is stored, and for GGUF files float32 on a CPU, bfloat16 elsewhere.
         device: Where the weights will be.
+        max_model_len: As configured; some models have a longer context where that is asked for.
 
     Raises:
         ModelLoadError: The files are missing or damaged.
     """
     if location.kind == "gguf":
-        return _read_gguf(location.path, ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype)
-    return _read_folder(location.path, dtype)
+        default = "float32" if device == "cpu" else "bfloat16"
+        return _read_gguf(location.path, default if dtype == "auto" else dtype, max_model_len)
+    return _read_folder(location.path, dtype, max_model_len)
 
 
 # ---------------------------------------------------------------------- GGUF
 
 
-def _read_gguf(path: Path, dtype: str) -> ModelFiles:
+def _read_gguf(path: Path, dtype: str, max_model_len: int | None) -> ModelFiles:
     file = GGUFFile(path)
     elements = sum(prod(info.shape) for info in file.tensors.values())
     found = ModelFiles(dtype, path.stat().st_size, elements * _ITEM_SIZES[dtype])
@@ -137,6 +140,12 @@ def _read_gguf(path: Path, dtype: str) -> ModelFiles:
     embedding = file.tensors.get("token_embd.weight")
     found.vocab_size = embedding.shape[0] if embedding is not None else 0
     found.hidden_size, found.max_model_len = int(get("embedding_length") or 0), int(length)
+    if "rope_factors_long.weight" in file.tensors:
+        rope = {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": get("rope.scaling.original_context_length"),
+        }
+        found.max_model_len = context_length({"rope_parameters": rope}, int(length), max_model_len)
     key_dim = get("attention.key_length") or found.hidden_size // _maximum(heads)
     kv_heads = get("attention.head_count_kv") or heads
     found.num_kv_heads = (int(kv_heads),) * layers if isinstance(kv_heads, int) else tuple(int(n) for n in kv_heads)
@@ -169,7 +178,7 @@ def _maximum(value: Any) -> int:
 # ---------------------------------------------------------------------- folders
 
 
-def _read_folder(path: Path, dtype: str) -> ModelFiles:
+def _read_folder(path: Path, dtype: str, max_model_len: int | None) -> ModelFiles:
     values = _read_json(path / "config.json")
     inner = values.get("text_config") or {}
     text: dict[str, Any] = {**values, **inner}
@@ -187,7 +196,7 @@ def _read_folder(path: Path, dtype: str) -> ModelFiles:
     length = _number(text, "max_position_embeddings", "n_positions")
     if min(layers, heads, found.hidden_size, length) < 1 or any(text.get(key) for key in _OTHER_STATES):
         return found
-    found.max_model_len = length
+    found.max_model_len = context_length(text, length, max_model_len)
     found.num_kv_heads = (_number(text, "num_key_value_heads") or heads,) * layers
     default = _HEAD_DIMS.get(text.get("model_type", ""), found.hidden_size // heads)
     found.key_dim = _number(text, "head_dim") or default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,28 @@ def test_a_configuration_that_is_nested_too_deeply_is_named(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("[" * 200_000)
     with pytest.raises(ModelLoadError, match=r"config\.json cannot be read"):
         read_model(ModelLocation("hf", tmp_path), "auto", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("rope", "given", "expected"),
+    [
+        ({"type": "su", "short_factor": [1.0], "long_factor": [2.0]}, None, 512),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, None, 512),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, 100, 4096),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, 513, 4096),
+        ({"rope_type": "dynamic", "factor": 4.0}, None, 4096),
+        ({"rope_type": "dynamic", "factor": 4.0}, 4096, 4096),
+        ({"rope_type": "dynamic", "factor": 4.0}, 4097, 16384),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, None, 4096),
+        ({}, None, 4096),
+    ],
+)
+def test_the_context_is_that_of_the_rotary_embedding(
+    tmp_path: Path, rope: dict[str, Any], given: int | None, expected: int
+) -> None:
+    values = {
+        "model_type": "phi3", "max_position_embeddings": 4096, "original_max_position_embeddings": 512,
+        "vocab_size": 8, "rope_scaling": rope or None, **SIZES,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_model(ModelLocation("hf", tmp_path), "auto", "cpu", given).max_model_len == expected

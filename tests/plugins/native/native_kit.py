@@ -96,6 +96,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
+    "proportional rope": (
+        "LlamaConfig",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "proportional",
+                "rope_theta": 10.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
     "longrope": ("Phi3Config", {"rope_parameters": _LONG, "original_max_position_embeddings": 64}),
     "gemma3 scaled rope": (
         "Gemma3TextConfig",

@@ -135,12 +135,6 @@ def test_loading_refuses_what_suits_would_decline(tmp_path: Path) -> None:
         make_native(name).load()
 
 
-def test_frequencies_that_follow_the_longest_sequence_are_refused(tmp_path: Path) -> None:
-    name = save(make_model("longrope"), tmp_path)
-    with pytest.raises(ModelLoadError, match="longrope.*set max_model_len to at most 64"):
-        make_native(name, max_model_len=65).load()
-
-
 def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:
     name = save(make_model("llama"), tmp_path)
     path = tmp_path / "config.json"

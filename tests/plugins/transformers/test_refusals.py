@@ -82,12 +82,21 @@ ROPES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-def test_longrope_is_refused_beyond_the_length_where_frequencies_change(tmp_path: Path) -> None:
-    family, changes, _ = ROPES["longrope"]
-    name = save_model(make_model(family, **changes), tmp_path)
-    for length in (None, 33, 256):
+def test_a_model_whose_own_code_changes_its_rope_is_refused_beyond_the_length_where_it_does(tmp_path: Path) -> None:
+    """Phi-3.5-MoE has factors of its cosines for short and for long batches."""
+    import transformers
+
+    config = transformers.PhimoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=2, max_position_embeddings=256,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        rope_parameters=ROPES["longrope"][1]["rope_parameters"] | {"short_mscale": 1.0, "long_mscale": 1.2},
+    )  # fmt: skip
+    name = save_model(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    for length in (33, 256):
         with pytest.raises(ModelLoadError, match="longrope.*set max_model_len to at most 32"):
             make_runner(name, 4, max_model_len=length)
+    assert make_runner(name, 4, max_model_len=32).info.model.max_model_len == 256  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ROPES)
