@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trivet.errors import ModelLoadError
 
+logger = logging.getLogger("trivet.model")
+
+#: seconds for a file of some KB
+_HUB_TIMEOUT = 10
 # What a hub model's snapshot needs: weights as safetensors, configuration, tokenizer, chat template, and code that a
 # model may bring (run only with trust_remote_code).
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py"]
@@ -83,6 +88,35 @@ def find_model(name: str, revision: str | None = None) -> ModelLocation | None:
     repository, _, named = name.partition("@")
     found = try_to_load_from_cache(repository, "config.json", revision=named or revision)
     return ModelLocation("hf", Path(found).parent, named or revision) if isinstance(found, str) else None
+
+
+def hub_config(name: str, revision: str | None = None) -> dict[str, Any] | None:
+    """The ``config.json`` of a hub model, fetched alone (some KB) and not kept; asks once, and not where the hub's
+    client is told to be offline.
+
+    Args:
+        name: A hub id, with a revision after ``@`` if wanted.
+        revision: Of a ``name`` that has none.
+
+    Returns:
+        None where the hub cannot be reached, refuses, or has no such file, or one that holds no object.
+    """
+    from huggingface_hub import get_session, get_token, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    repository, _, named = name.partition("@")
+    transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
+    try:
+        url = hf_hub_url(repository, "config.json", revision=named or revision)
+        token = get_token()
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        response = get_session().get(url, headers=headers, timeout=_HUB_TIMEOUT)
+        response.raise_for_status()
+        found = response.json()
+    except (OSError, ValueError, HFValidationError, transport_error) as error:
+        logger.debug("config.json of the hub model %r cannot be fetched: %s", name, error)
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def is_hub_id(name: str) -> bool:

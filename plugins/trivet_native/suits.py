@@ -1,4 +1,5 @@
-"""Whether the native model serves what a configuration names, told from headers: nothing is downloaded or loaded."""
+"""Whether the native model serves what a configuration names, told from headers: nothing is loaded, and of a hub model
+that is not on this machine nothing but its ``config.json`` is fetched."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from trivet.errors import TrivetError
-from trivet.model_source import find_model
+from trivet.model_source import find_model, hub_config
 from trivet.provider import Suitability
 from trivet_native.fields import GGUF_ARCHITECTURES, problem
 
@@ -33,13 +34,16 @@ def suits(config: EngineConfig) -> Suitability:
 def _problem(config: EngineConfig) -> str | None:
     found = find_model(config.model, config.revision)
     if found is None:
-        return (
-            f"its architecture is not known before {config.model!r} is downloaded; once it is, native is considered, "
-            "or set plugins.model to native"
-        )
-    if found.kind == "gguf":
+        given = hub_config(config.model, config.revision)
+        if given is None:
+            return (
+                f"its architecture is not known before {config.model!r} is downloaded, and the hub did not give its "
+                "config.json alone; once it is there, native is considered, or set plugins.model to native"
+            )
+    elif found.kind == "gguf":
         return _gguf_problem(found.path)
-    given = json.loads((found.path / "config.json").read_text(encoding="utf-8"))
+    else:
+        given = json.loads((found.path / "config.json").read_text(encoding="utf-8"))
     if not isinstance(given, dict):
         return "its config.json holds no object"
     if config.trust_remote_code and given.get("auto_map"):

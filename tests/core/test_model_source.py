@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 import trivet.demo
 from trivet.errors import ModelLoadError
-from trivet.model_source import ModelLocation, find_model, resolve_model
+from trivet.model_source import ModelLocation, find_model, hub_config, resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +192,54 @@ def test_what_is_on_this_machine_is_found_without_asking_the_hub(
     with pytest.raises(ModelLoadError, match="missing GGUF file"):
         find_model(str(tmp_path / "other.gguf"))
     assert hub["asked"] == []
+
+
+TRANSPORT_ERROR: Any = HfHubHTTPError.__bases__[0]
+
+
+class Session:
+    """The hub's HTTP client, with one file."""
+
+    def __init__(self, answer: str | Exception) -> None:
+        self.answer = answer
+        self.asked: list[tuple[str, dict[str, str]]] = []
+
+    def get(self, url: str, *, headers: dict[str, str], timeout: float) -> Any:
+        assert timeout < 60
+        self.asked.append((url, headers))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        text = self.answer
+        return SimpleNamespace(raise_for_status=lambda: None, json=lambda: json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ('{"model_type": "llama"}', {"model_type": "llama"}),
+        ("[1]", None),
+        ("<html>", None),
+        (TRANSPORT_ERROR("404 or no connection"), None),
+        (OfflineModeIsEnabled("offline"), None),
+    ],
+)
+def test_a_configuration_is_fetched_alone(
+    answer: Any, expected: Any, hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(answer)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: session)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "secret")
+    assert hub_config("owner/name@refs/pr/3", "main") == expected
+    assert hub_config("owner/name", "v1") == expected
+    paths = [url.split("owner/name/")[1] for url, _ in session.asked]
+    assert paths == ["resolve/refs%2Fpr%2F3/config.json", "resolve/v1/config.json"], "asked once each"
+    assert all(headers == {"authorization": "Bearer secret"} for _, headers in session.asked)
+    assert hub["asked"] == []
+
+
+def test_nothing_is_fetched_offline_or_under_an_impossible_name() -> None:
+    assert hub_config("owner/name") is None
+    assert hub_config("owner/na..me") is None
 
 
 def test_demo_comes_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

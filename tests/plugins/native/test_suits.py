@@ -77,7 +77,24 @@ def test_code_that_a_model_brings_is_not_replaced(tmp_path: Path) -> None:
     assert "auto_map" in suits(trusting).reason
 
 
-def test_nothing_is_downloaded_to_find_out() -> None:
+def test_the_configuration_of_a_hub_model_decides_before_it_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trivet_native.suits
+
+    asked = []
+
+    def hub_config(name: str, revision: str | None) -> dict[str, Any] | None:
+        asked.append((name, revision))
+        return None if revision == "gone" else PLAIN | ({"hidden_act": "relu2"} if revision == "other" else {})
+
+    monkeypatch.setattr(trivet_native.suits, "hub_config", hub_config)
+    name = "somebody/a-model-that-is-not-here"
+    assert suits(EngineConfig(model=name)).rank == RANK
+    assert "hidden_act 'relu2'" in suits(EngineConfig(model=name, revision="other")).reason
+    assert "not known before" in suits(EngineConfig(model=name, revision="gone")).reason
+    assert asked == [(name, None), (name, "other"), (name, "gone")]
+
+
+def test_offline_a_hub_model_that_is_not_here_is_left_to_others() -> None:
     answer = suits(EngineConfig(model="somebody/a-model-that-is-not-here"))
     assert answer.rank is None
     assert "not known before" in answer.reason
