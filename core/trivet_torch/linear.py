@@ -20,6 +20,7 @@ from trivet_torch.allocator import trim
 from trivet_torch.weights.gguf_dequant import run_jobs
 
 if TYPE_CHECKING:
+    from trivet_kernels.cpu.block import Product
     from trivet_kernels.ops import Gate
 
 # Rows of a matrix that are packed at a time take so many bytes, ...
@@ -75,6 +76,11 @@ class Linear(ABC):
             does not depend on ``x`` but for its type.
         """
         return None
+
+    @property
+    def products(self) -> Sequence[Product]:
+        """How native code on the CPU computes it, side by side, valid while the layer lives; empty if it cannot."""
+        return ()
 
     @property
     @abstractmethod
@@ -166,8 +172,7 @@ class TiledLinear(Linear):
         """
         self.out_features = sum(part.shape[0] for part in parts)
         self.in_features = parts[0].shape[1]
-        self.bias = bias
-        self._matrix = matrix = tiles.TiledMatrix(self.in_features, self.out_features)
+        self._matrix = matrix = tiles.TiledMatrix(self.in_features, self.out_features, bias)
 
         def fill(piece: _Piece) -> None:
             matrix.put(piece.read().to(torch.bfloat16).contiguous(), piece.row)
@@ -179,7 +184,7 @@ class TiledLinear(Linear):
         """``[T, in_features]`` -> ``[T, out_features]``."""
         if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
             x = x.to(torch.bfloat16).contiguous()
-        return self._matrix(x, self.bias)
+        return self._matrix(x)
 
     def gated(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor | None:
         """``[T, in_features]`` -> ``[T, out_features / 2]``."""
@@ -187,11 +192,16 @@ class TiledLinear(Linear):
             return None
         if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
             x = x.to(torch.bfloat16).contiguous()
-        return self._matrix(x, self.bias, activation, out)
+        return self._matrix(x, activation, out)
+
+    @property
+    def products(self) -> Sequence[Product]:
+        return (self._matrix.product,)
 
     @property
     def weight_bytes(self) -> int:
-        return self._matrix.num_bytes + (0 if self.bias is None else self.bias.nbytes)
+        bias = self._matrix.bias
+        return self._matrix.num_bytes + (0 if bias is None else bias.nbytes)
 
     @staticmethod
     def planned_bytes(out_features: int, in_features: int, *, bias: bool, dtype: torch.dtype) -> int:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trivet_kernels.ops import Ops
+    from trivet_native.fused import FusedBlock
     from trivet_native.spec import Activation, DecoderSpec
     from trivet_torch.linear import Linear
 
@@ -58,6 +59,15 @@ def slices(rows: int) -> Iterator[slice]:
     return (slice(first, first + SLICE) for first in range(0, rows, SLICE))
 
 
+def split_heads(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[T, heads, head_dim]``, keys and values ``[T, kv_heads, head_dim]`` that lie side by side; views."""
+    rows, query_size, split = len(qkv), heads * head_dim, (heads + kv_heads) * head_dim
+    query = qkv[:, :query_size].view(rows, heads, head_dim)
+    key = qkv[:, query_size:split].view(rows, kv_heads, head_dim)
+    value = qkv[:, split:].view(rows, kv_heads, head_dim)
+    return query, key, value
+
+
 class FeedForward(Protocol):
     """A feed-forward network: ``[T, hidden_size]`` to ``[T, hidden_size]``."""
 
@@ -89,28 +99,28 @@ class GatedMLP:
     ) -> None:
         """With ``scratch`` many rows are computed in slices. ``gate`` makes ``[T, N]`` of ``[gate, up]`` ``[T, 2N]``;
         ``fused`` is its activation, if the layer may compute it with the product."""
-        self._gate_up, self._down, self._gate, self._scratch = gate_up, down, gate, scratch
-        self._fused = fused
+        self.gate_up, self.down, self.fused = gate_up, down, fused
+        self._gate, self._scratch = gate, scratch
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         if self._scratch is None or rows <= SLICE:
             return self._rows(x)
-        out = x.new_empty(rows, self._down.out_features)
+        out = x.new_empty(rows, self.down.out_features)
         for part in slices(rows):
             out[part] = self._rows(x[part])
         return out
 
     def _rows(self, x: Tensor) -> Tensor:
-        out = None if self._scratch is None else self._scratch.get("gated", x.shape[0], self._down.in_features)
-        gated = None if self._fused is None else self._gate_up.gated(x, self._fused, out)
+        out = None if self._scratch is None else self._scratch.get("gated", x.shape[0], self.down.in_features)
+        gated = None if self.fused is None else self.gate_up.gated(x, self.fused, out)
         if gated is None:
-            gated = self._gate(self._gate_up(x), out)
-        return self._down(gated)
+            gated = self._gate(self.gate_up(x), out)
+        return self.down(gated)
 
     @property
     def weight_bytes(self) -> int:
-        return self._gate_up.weight_bytes + self._down.weight_bytes
+        return self.gate_up.weight_bytes + self.down.weight_bytes
 
 
 @dataclass(slots=True)
@@ -157,10 +167,13 @@ class Block:
         scratch: Scratch | None,
         *,
         sliced: bool = True,
+        native: FusedBlock | None = None,
     ) -> None:
         """``table``: of the layer's rotary embeddings. Without ``scratch`` all results are new tensors. ``sliced``:
-        whether the feed-forward network may be given a part of the rows."""
+        whether the feed-forward network may be given a part of the rows. ``native`` computes the same as the operations
+        here, if there is one."""
         self.weights = weights
+        self._native = native
         self._sliced = sliced
         self._table, self._ops, self._scratch = table, ops, scratch
         self._eps = spec.eps
@@ -171,17 +184,17 @@ class Block:
         """Queries ``[T, H, D]``, keys and values ``[T, Hk, D]``, views of one tensor; ``delta`` is added to
         ``residual``."""
         weights = self.weights
-        rows, split = residual.shape[0], self._query_size + self._kv_size
+        rows = residual.shape[0]
+        if self._native is not None:
+            return self._native.before(residual, delta, positions)
         if self._scratch is None or rows <= SLICE:
             qkv = weights.qkv(self._norm(residual, delta, weights.attention_norm))
         else:
-            qkv = self._scratch.get("qkv", rows, split + self._kv_size)
+            qkv = self._scratch.get("qkv", rows, self._query_size + 2 * self._kv_size)
             for part in slices(rows):
                 added = None if delta is None else delta[part]
                 qkv[part] = weights.qkv(self._norm(residual[part], added, weights.attention_norm))
-        query = qkv[:, : self._query_size].view(rows, self._heads, self._head_dim)
-        key = qkv[:, self._query_size : split].view(rows, self._kv_heads, self._head_dim)
-        value = qkv[:, split:].view(rows, self._kv_heads, self._head_dim)
+        query, key, value = split_heads(qkv, self._heads, self._kv_heads, self._head_dim)
         self._ops.rotary(
             query,
             key,
@@ -196,6 +209,8 @@ class Block:
     def after(self, residual: Tensor, attended: Tensor) -> Tensor:
         """What the feed-forward network puts out ``[T, hidden_size]``; adds attention's output to ``residual``."""
         rows = residual.shape[0]
+        if self._native is not None:
+            return self._native.after(residual, attended)
         if self._scratch is None or rows <= SLICE or not self._sliced:
             return self._rows_after(residual, attended)
         out = self._scratch.get("delta", *residual.shape)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trivet_native.fused import Workspace, fused_block
 from trivet_native.layers import SLICE, Block, BlockWeights, FeedForward, GatedMLP, Scratch, gate_with
 from trivet_native.moe import ClampedSwiGLU, Experts
 from trivet_torch.embedding import DeviceEmbedding, FileEmbedding
@@ -58,6 +59,7 @@ class Loader:
         self._scratch = Scratch(dtype, device) if device.type == "cpu" and not plain else None
         if self._scratch is not None:
             self._reserve(self._scratch, max_tokens)
+        self._workspace = None if self._scratch is None else Workspace(self._scratch, spec)
         self._embedding: DeviceEmbedding | None = None
         self._gate: Callable[[Tensor, Tensor | None], Tensor] = gate_with(spec.activation, ops)
 
@@ -112,8 +114,11 @@ class Loader:
             weights.key_norm = self._norm(f"{attention}.k_norm", spec.head_dim)
         if spec.sinks:
             weights.sinks = self._vector(f"{attention}.sinks", spec.num_heads)
-        is_sliced = layer.experts is None
-        return Block(spec, weights, self._tables[layer.rope], self._ops, self._scratch, sliced=is_sliced)
+        table, is_sliced = self._tables[layer.rope], layer.experts is None
+        native = None
+        if self._workspace is not None:
+            native = fused_block(spec, weights, table, self._ops, self._dtype, self._workspace)
+        return Block(spec, weights, table, self._ops, self._scratch, sliced=is_sliced, native=native)
 
     def finish(self) -> None:
         """Say so if the file has more than the model takes."""
@@ -132,10 +137,10 @@ class Loader:
             scratch.reserve("normed", max_tokens, spec.hidden_size)
         else:
             scratch.reserve("normed", rows, spec.hidden_size)
+            scratch.reserve("projected", rows, spec.hidden_size)
             scratch.reserve("gated", rows, spec.intermediate_size)
-        if max_tokens > SLICE:
-            scratch.reserve("qkv", max_tokens, spec.query_size + 2 * spec.kv_size)
-            scratch.reserve("delta", max_tokens, spec.hidden_size)
+        scratch.reserve("qkv", max_tokens, spec.query_size + 2 * spec.kv_size)
+        scratch.reserve("delta", max_tokens, spec.hidden_size)
 
     def _feed_forward(self, path: str, layer: LayerSpec) -> FeedForward:
         spec = self._spec

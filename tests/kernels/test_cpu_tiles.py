@@ -32,8 +32,8 @@ def matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-def packed(weight: Tensor) -> TiledMatrix:
-    made = TiledMatrix(weight.shape[1], weight.shape[0])
+def packed(weight: Tensor, bias: Tensor | None = None) -> TiledMatrix:
+    made = TiledMatrix(weight.shape[1], weight.shape[0], bias)
     made.put(weight, 0)
     return made
 
@@ -55,34 +55,34 @@ def check(got: Tensor, expected: Tensor, inputs: int) -> None:
 @pytest.mark.usefixtures("threads")
 def test_a_product_of_any_number_of_rows(shape: tuple[int, int]) -> None:
     weight, bias = matrix(*shape), matrix(1, shape[0], 1)[0]
-    layer = packed(weight)
-    for rows in ROWS:
-        x = matrix(rows, shape[1], rows)
-        check(layer(x, None), product(x, weight, None), shape[1])
-        check(layer(x, bias), product(x, weight, bias), shape[1])
+    for shift in (None, bias):
+        layer = packed(weight, shift)
+        for rows in ROWS:
+            x = matrix(rows, shape[1], rows)
+            check(layer(x), product(x, weight, shift), shape[1])
 
 
 @pytest.mark.usefixtures("threads")
 def test_rows_beyond_what_stays_in_the_cache() -> None:
     weight = matrix(96, 5000)
     layer, x = packed(weight), matrix(600, 5000, 1)
-    got = layer(x, None)
+    got = layer(x)
     check(got, product(x, weight, None), 5000)
     for rows in (1, 32, 40, 130):
-        assert torch.equal(layer(x[:rows], None), got[:rows]), "a row depends on how many others there are"
+        assert torch.equal(layer(x[:rows]), got[:rows]), "a row depends on how many others there are"
 
 
 def test_a_row_depends_neither_on_the_others_nor_on_threads() -> None:
-    layer, bias = packed(matrix(130, 1300)), matrix(1, 130, 1)[0]
+    layer = packed(matrix(130, 1300), matrix(1, 130, 1)[0])
     x = matrix(300, 1300, 2)
     x[7] = math.nan
     before = torch.get_num_threads()
     results = []
     for count in (1, 2, 4):
         torch.set_num_threads(count)
-        results.append(layer(x, bias))
+        results.append(layer(x))
     torch.set_num_threads(before)
-    alone = torch.cat([layer(x[row : row + 1], bias) for row in range(len(x))])
+    alone = torch.cat([layer(x[row : row + 1]) for row in range(len(x))])
     assert alone[7].isnan().all()
     for got in results:
         assert torch.equal(got.view(torch.int16), alone.view(torch.int16))
@@ -94,7 +94,7 @@ def test_rows_may_be_strided_and_results_may_go_into_a_part_of_something() -> No
     out = torch.full((50, 200), 7.0, dtype=torch.bfloat16)
     for rows in (20, 50):
         x = wide[:rows, 10:106]
-        assert layer(x, None, out=out[:rows, 100:170]).data_ptr() == out[:rows, 100:170].data_ptr()
+        assert layer(x, out=out[:rows, 100:170]).data_ptr() == out[:rows, 100:170].data_ptr()
         check(out[:rows, 100:170], product(x, weight, None), 96)
     assert (out[:, :100] == 7).all()
     assert (out[:, 170:] == 7).all()
@@ -106,14 +106,14 @@ def test_a_gate_gives_the_bits_of_product_and_activation(gate: str) -> None:
     library = build.library()
     assert library is not None
     ops = NativeOps(library)
-    layer, bias = packed(matrix(192, 896)), matrix(1, 192, 1)[0]
-    assert layer.can_gate
-    for rows in (1, 17, 32, 33, 64, 300):
-        x = matrix(rows, 896, rows)
-        for shift in (None, bias):
-            both = layer(x, shift)
+    for bias in (None, matrix(1, 192, 1)[0]):
+        layer = packed(matrix(192, 896), bias)
+        assert layer.can_gate
+        for rows in (1, 17, 32, 33, 64, 300):
+            x = matrix(rows, 896, rows)
+            both = layer(x)
             expected = ops.silu_and_mul(both) if gate == "silu" else ops.gelu_and_mul(both, approximate=gate != "gelu")
-            assert torch.equal(layer(x, shift, gate), expected)  # type: ignore[arg-type]
+            assert torch.equal(layer(x, gate), expected)  # type: ignore[arg-type]
 
 
 def test_only_halves_of_whole_panels_have_a_gate() -> None:
@@ -125,11 +125,11 @@ def test_parts_are_packed_one_by_one_in_any_order() -> None:
     layer = TiledMatrix(77, 150)
     for first, last in ((64, 150), (0, 10), (10, 64)):
         layer.put(weight[first:last], first, num_threads=2)
-    assert torch.equal(layer(x, None), packed(weight)(x, None))
+    assert torch.equal(layer(x), packed(weight)(x))
 
 
 def test_no_rows_give_no_results() -> None:
-    assert packed(matrix(40, 32))(matrix(0, 32), None).shape == (0, 40)
+    assert packed(matrix(40, 32))(matrix(0, 32)).shape == (0, 40)
 
 
 def test_bytes_are_known_before_there_is_a_matrix() -> None:
@@ -150,7 +150,7 @@ def test_other_libraries_in_the_thread_keep_their_tiles() -> None:
     a, b = matrix(64, 256), matrix(64, 256, 1)
     expected = torch.nn.functional.linear(a, b)
     layer = packed(matrix(40, 70))
-    layer(matrix(3, 70), None)
+    layer(matrix(3, 70))
     assert torch.equal(torch.nn.functional.linear(a, b), expected)
 
 

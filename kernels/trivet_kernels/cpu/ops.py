@@ -48,6 +48,7 @@ class NativeOps(Ops):
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
+        self.library = library
         self._rms_norm = library.trivet_rms_norm
         self._add_rms_norm = library.trivet_add_rms_norm
         self._gate = library.trivet_gate_and_mul

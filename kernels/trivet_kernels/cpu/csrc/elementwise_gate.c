@@ -1,7 +1,6 @@
 /* Gated activations: act(gate) * up of rows [gate, up]. */
+#include "block.h"
 #include "elementwise_vec.h"
-
-enum { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
 
 /* Columns of a row that a thread takes at once, so that one long row is work for several. */
 enum { CHUNK = 4096 };

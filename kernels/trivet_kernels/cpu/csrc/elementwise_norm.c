@@ -1,4 +1,5 @@
 /* RMSNorm, alone and with the sum that comes before it. */
+#include "block.h"
 #include "elementwise_vec.h"
 
 /* 1 / sqrt(mean(x²) + eps) of n elements. Four accumulators hide the latency of the additions. */

@@ -1,4 +1,5 @@
 /* Rotary position embedding of queries and keys in place, after a norm of each head where there is one. */
+#include "block.h"
 #include "elementwise_vec.h"
 
 typedef struct {

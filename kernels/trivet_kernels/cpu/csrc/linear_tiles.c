@@ -8,6 +8,7 @@
  * stretch is fetched; their sums wait in memory between stretches. Either way an output is the sum of its products in
  * the order of the inputs, in float32, whatever the number of rows or threads, and rounded once, after the bias was
  * added. */
+#include "block.h"
 #include "tiles.h"
 
 int64_t trivet_has_tiles(void) { return HAS_TILES; }
@@ -30,7 +31,12 @@ enum { STRETCH = 16, SHORT_STRETCH = 8, SHORTEST_STRETCH = 5 };
 /* Bytes of arranged rows, and of waiting sums, that should stay in the second-level cache. */
 enum { MOST_ROWS = 1 << 20, MOST_SUMS = 1 << 20 };
 
-enum { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, NO_GATE = 3 };
+/* A packed matrix; TiledMatrix of tiles.py. */
+typedef struct {
+    const char *weight;
+    const bf16_t *bias; /* [outputs] or NULL */
+    int64_t inputs, outputs;
+} layer_t;
 
 typedef struct {
     const char *x; /* rows, `x_stride` bytes apart, or blocks of arranged ones */
@@ -334,14 +340,16 @@ static int64_t take(share_t *shares, int64_t num, int64_t own, int64_t count, in
     return 0;
 }
 
-/* out [rows, outputs] = x [rows, inputs] @ weight + bias; or, with a `gate`, out [rows, outputs / 2] = act(first half of
- * that) * second half, for which outputs is a multiple of 2 * BLOCK. Strides between rows are in elements. Returns -1 if
- * there is no memory to work in, otherwise 0. */
-int64_t trivet_tiles_linear(const bf16_t *x, int64_t x_stride, const char *weight, const bf16_t *bias, bf16_t *out,
-                            int64_t out_stride, int64_t rows, int64_t inputs, int64_t outputs, int64_t gate,
-                            int64_t num_threads) {
+/* A multiply_function of block.h, for bfloat16: out [rows, outputs] = x [rows, inputs] @ weight + bias, or what `gate` makes
+ * of that, for which outputs is a multiple of 2 * BLOCK. */
+int64_t trivet_tiles_multiply(const void *matrix, const void *rows_x, int64_t x_stride, int64_t rows, void *out,
+                              int64_t out_stride, int64_t gate, int64_t dtype, int64_t num_threads) {
+    (void)dtype;
     if (!rows) return 0;
-    product_t p = {(const char *)x, 2 * x_stride, weight, bias, out, out_stride, rows, outputs,
+    const layer_t *layer = matrix;
+    const bf16_t *x = rows_x;
+    const int64_t inputs = layer->inputs, outputs = layer->outputs;
+    product_t p = {rows_x, 2 * x_stride, layer->weight, layer->bias, out, out_stride, rows, outputs,
                    (inputs + STEP - 1) / STEP, gate, gate == NO_GATE ? 0 : outputs / 2 / BLOCK};
     const int64_t parts = gate == NO_GATE ? 1 : 2, panels = (outputs / parts + BLOCK - 1) / BLOCK;
     const int64_t blocks = (rows + BLOCK - 1) / BLOCK, block_bytes = p.steps * STEP_BYTES;

@@ -1,0 +1,90 @@
+"""Layers in compiled code give the bits of the operations one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_kit import CASES, LONGEST, make_model, make_native, save
+from torch import Tensor
+
+from trivet_kernels.cpu import tiles
+from trivet_native import loading
+from trivet_native.layers import SLICE
+from trivet_native.model import NativeModel
+
+pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="without matrix tiles bfloat16 is multiplied by oneDNN")
+
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
+DENSE = [case for case in CASES if case not in EXPERTS]
+
+
+def load(name: str) -> NativeModel:
+    model: NativeModel = make_native(name, dtype="bfloat16")
+    model.load()
+    return model
+
+
+def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """An attention of sorts, that depends on everything it is given."""
+    each = query.shape[1] // value.shape[1]
+    seen = (query * (key.repeat_interleave(each, 1) + layer)).float().sum(-1, keepdim=True).sigmoid()
+    return (seen * value.repeat_interleave(each, 1).float()).to(query.dtype)
+
+
+def body(model: NativeModel, rows: int) -> list[Tensor]:
+    """What the layers give, and what the second one gave."""
+    ids = torch.randint(3, 60, (rows,), generator=torch.Generator().manual_seed(rows))
+    last, wanted = model._decoder.body(ids, torch.arange(rows) % LONGEST, attend, (1,))
+    return [last, wanted[1]]
+
+
+def has_native_layers(model: NativeModel) -> bool:
+    return all(block._native is not None for block in model._decoder._blocks)
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_all_families(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = save(make_model(case, intermediate_size=96), tmp_path)
+    fused = load(name)
+    assert has_native_layers(fused)
+    got = {rows: body(fused, rows) for rows in (1, 5, 40, SLICE + 40, 5)}
+    monkeypatch.setattr(loading, "fused_block", lambda *_: None)
+    plain = load(name)
+    assert not has_native_layers(plain)
+    for rows, tensors in got.items():
+        for mine, others in zip(tensors, body(plain, rows), strict=True):
+            assert torch.equal(mine, others), f"{rows} rows"
+
+
+def test_a_position_beyond_the_table_is_refused(tmp_path: Path) -> None:
+    model = load(save(make_model("llama", intermediate_size=96), tmp_path))
+    ids = torch.tensor([4, 5])
+    with pytest.raises(IndexError, match=rf"positions must be in \[0, {LONGEST}\), .* not 1 to {LONGEST}"):
+        model._decoder.body(ids, torch.tensor([1, LONGEST]), attend)
+
+
+def test_attention_may_answer_in_any_layout_and_type(tmp_path: Path) -> None:
+    model = load(save(make_model("llama", intermediate_size=96), tmp_path))
+
+    def strided(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = attend(layer, query, key, value).float()
+        return out.transpose(0, 1).contiguous().transpose(0, 1)
+
+    ids, positions = torch.arange(4, 11), torch.arange(7)
+    expected = model._decoder.body(ids, positions, attend)[0].clone()
+    assert torch.equal(model._decoder.body(ids, positions, strided)[0], expected)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "llama"])
+def test_what_native_code_cannot_call_stays_in_python(case: str, tmp_path: Path) -> None:
+    """Experts, and halves of a gate that are no whole panels."""
+    assert not has_native_layers(load(save(make_model(case, intermediate_size=40), tmp_path)))
+
+
+def test_float32_without_quantization_is_left_to_the_library(tmp_path: Path) -> None:
+    model: Any = make_native(save(make_model("llama", intermediate_size=96), tmp_path))
+    model.load()
+    assert not has_native_layers(model)
