@@ -48,7 +48,7 @@ static int64_t num_queries(const call_t *call, int64_t row) {
     return (call->step->query_start[row + 1] - call->step->query_start[row]) * call->per_head;
 }
 
-static int64_t num_tiles(int64_t count) { return (count + MAX_LANES - 1) / MAX_LANES; }
+static int64_t num_tiles(int64_t count, int64_t lanes) { return (count + lanes - 1) / lanes; }
 
 /* One head's part of a unit of `count` queries from number `first` on; adds its products to `*elements`. */
 static plan_t plan_tile(const call_t *call, int32_t row, int64_t first, int64_t count, int64_t *elements) {
@@ -66,21 +66,35 @@ static plan_t plan_tile(const call_t *call, int32_t row, int64_t first, int64_t 
                     .left = 1};
 }
 
-/* The units of a row, of as many heads each as there is place for, but at most `most_heads`. */
-static int64_t plan_row(const call_t *call, int32_t row, int64_t most_heads, plan_t *plans, int64_t *elements) {
+/* The units of a row: up to `most_lanes` of a head, or as many heads as there is place for, but at most `most_heads`. */
+static int64_t plan_row(const call_t *call, int32_t row, int64_t most_lanes, int64_t most_heads, plan_t *plans,
+                        int64_t *elements) {
     const int64_t count = num_queries(call, row), heads = call->layer->num_kv_heads;
-    int64_t num = 0, products = 0;
-    /* The last queries see most: they come first, so that what is left for the end is small. */
-    for (int64_t tile = num_tiles(count) - 1; tile >= 0; tile--) {
-        const int64_t left = count - tile * MAX_LANES, size = left < MAX_LANES ? left : MAX_LANES;
-        const int64_t room = trivet_attention_heads(size), each = room < most_heads ? room : most_heads;
-        plan_t plan = plan_tile(call, row, tile * MAX_LANES, size, &products);
-        for (; plan.head < heads; plan.head += plan.num_heads) {
-            plan.num_heads = (int32_t)(heads - plan.head < each ? heads - plan.head : each);
-            plans[num++] = plan;
+    const int64_t tiles = num_tiles(count, most_lanes);
+    if (!count) return 0;
+    const int64_t room = tiles > 1 ? 1 : trivet_attention_heads(count, most_lanes);
+    const int64_t each = room < most_heads ? room : most_heads;
+    int64_t num = 0;
+    /* A head's units follow each other, while its keys are near. The last queries see most: they come first, so that
+     * what is left for the end is small. */
+    for (int64_t head = 0; head < heads; head += each)
+        for (int64_t tile = tiles - 1; tile >= 0; tile--) {
+            const int64_t first = tile * most_lanes, size = count - first < most_lanes ? count - first : most_lanes;
+            plan_t *plan = &plans[num++];
+            int64_t products = 0;
+            *plan = plan_tile(call, row, first, size, &products);
+            plan->head = (int32_t)head;
+            plan->num_heads = (int32_t)(heads - head < each ? heads - head : each);
+            *elements += products * plan->num_heads;
         }
-    }
-    *elements += products * heads;
+    return num;
+}
+
+/* The units of all rows. */
+static int64_t plan_rows(const call_t *call, int64_t most_lanes, int64_t most_heads, plan_t *plans, int64_t *elements) {
+    int64_t num = 0;
+    for (int32_t row = 0; row < call->step->num_rows; row++)
+        num += plan_row(call, row, most_lanes, most_heads, plans + num, elements);
     return num;
 }
 
@@ -109,21 +123,18 @@ static int make_work(const call_t *call, work_t *work) {
     if (!buffers) return -1;
     const trivet_attention_step *step = call->step;
     const int64_t heads = call->layer->num_kv_heads;
-    int64_t most = 0, num_units = 0, elements = 0;
-    for (int64_t row = 0; row < step->num_rows; row++) most += num_tiles(num_queries(call, row)) * heads;
+    int64_t most = 0, elements = 0;
+    for (int64_t row = 0; row < step->num_rows; row++) most += num_tiles(num_queries(call, row), FEW_LANES) * heads;
     plan_t *plans = work->plans = grow(&buffers->plans, (size_t)most * sizeof(plan_t) + 64);
     if (!plans) return -1;
-    for (int32_t row = 0; row < step->num_rows; row++)
-        num_units += plan_row(call, row, heads, plans + num_units, &elements);
+    int64_t num_units = plan_rows(call, call->most_lanes, heads, plans, &elements);
     const int64_t useful = elements / MANY + 1;
     work->num_threads = step->num_threads < useful ? step->num_threads : useful;
     int64_t num_parts = 0, states = 0;
     for (int64_t i = 0; i < num_units; i++) num_parts += plans[i].num_parts;
     if (num_parts < work->num_threads * TASKS_PER_THREAD && work->num_threads > 1) {
-        /* Too few: one for each head. */
-        num_units = 0;
-        for (int32_t row = 0; row < step->num_rows; row++)
-            num_units += plan_row(call, row, 1, plans + num_units, &elements);
+        /* Too few: smaller ones, and one for each head. */
+        num_units = plan_rows(call, FEW_LANES, 1, plans, &elements);
     }
     int64_t num_tasks = num_units;
     if (work->num_threads > 1) num_tasks += split(call, plans, num_units, work->num_threads, &states);
@@ -165,7 +176,8 @@ int64_t trivet_attention(const trivet_attention_step *step, const trivet_attenti
                          .how = {scale, softcap, window, sinks, slopes},
                          .out = out,
                          .num_heads = num_heads,
-                         .per_head = num_heads / heads};
+                         .per_head = num_heads / heads,
+                         .most_lanes = layer->dtype == TRIVET_BF16 ? MAX_LANES : FEW_LANES};
     const int64_t used = step->query_start[step->num_rows], row_size = num_heads * layer->value.dim * item;
     memset(out, 0, (size_t)(step->query_start[0] * row_size));
     memset((char *)out + used * row_size, 0, (size_t)((num_tokens - used) * row_size));

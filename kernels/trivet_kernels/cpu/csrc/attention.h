@@ -10,8 +10,11 @@
 #define TRIVET_ATTENTION_H
 
 #include "common.h"
+#include "tiles.h"
 
-enum { BLOCK = 64, PART = 512, MAX_LANES = 128, MAX_GROUPS = MAX_LANES / 4 };
+/* FEW_LANES is where products take so much longer than what is done once for a unit's block that more lanes gain
+ * nothing, except with matrix tiles. */
+enum { BLOCK = 64, PART = 512, FEW_LANES = 128, MAX_LANES = HAS_TILES ? 512 : FEW_LANES, MAX_GROUPS = MAX_LANES / 4 };
 
 #define HIDDEN_SYMBOL __attribute__((visibility("hidden")))
 
@@ -55,6 +58,7 @@ typedef struct {
     scores_t how;
     char *out;
     int64_t num_heads, per_head; /* query heads, and those of them that share a key head */
+    int64_t most_lanes;          /* of a unit */
 } call_t;
 
 /* A unit and how it is computed: by one task, or in partitions by several. The queries of a row that share a key head
@@ -117,9 +121,10 @@ static inline int64_t first_position(const trivet_attention_step *step, int32_t 
     return step->seq_lens[row] - (step->query_start[row + 1] - step->query_start[row]);
 }
 
-/* Lanes that `count` queries of a key head take, and how many key heads with so many there may be in a unit. */
+/* Lanes that `count` queries of a key head take, and how many key heads with so many there may be in a unit of up to
+ * `most_lanes`. */
 HIDDEN_SYMBOL int32_t trivet_attention_lanes(int64_t count);
-HIDDEN_SYMBOL int32_t trivet_attention_heads(int64_t count);
+HIDDEN_SYMBOL int64_t trivet_attention_heads(int64_t count, int64_t most_lanes);
 
 /* Before and after a thread's tasks of a call: its memory for them, to be given to trivet_attention_task; NULL if there
  * is none. */

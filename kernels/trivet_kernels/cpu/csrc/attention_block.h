@@ -43,7 +43,6 @@ ALWAYS_INLINE void NAME(score)(const int nv, const block_t *block, VF *scores) {
             multiply(each, nv, 0, rows, scratch->key_stride, query, steps / TILE_PAIRS, sums, sizeof(VF) * nv);
         else
             multiply(1, nv, 0, rows, scratch->key_stride, query, steps / TILE_PAIRS, sums, sizeof(VF) * nv);
-        fetch(block, 0, i * TILE_ROWS, (i + num) * TILE_ROWS);
         i += num;
     }
 }
@@ -68,7 +67,6 @@ ALWAYS_INLINE void NAME(weigh)(const int nv, const block_t *block, int first, in
             multiply(each, nv, 1, rows, stride, columns, steps, sums, sizeof(VF) * nv);
         else
             multiply(1, nv, 1, rows, stride, columns, steps, sums, sizeof(VF) * nv);
-        fetch(block, 1, BLOCK * i / all, BLOCK * (i + num) / all);
         i += num;
     }
 }
@@ -198,8 +196,9 @@ ALWAYS_INLINE void NAME(adjust)(const int nv, const block_t *block, int masked, 
  *
  * The maximum that sums are relative to stays while no score is far above it: then nothing becomes too large, and
  * earlier sums can stay as they are. Whether it does is up to the scores of the lane alone. */
-ALWAYS_INLINE int NAME(soften)(const int nv, int from, int to, int first, int last, float scale, VF *scores,
+ALWAYS_INLINE int NAME(soften)(const int nv, const block_t *block, int first, int last, float scale, VF *scores,
                                NAME(elements) *weights, VF *most, VF *total, VF *decay) {
+    const int from = block->from, to = block->to;
     VF top[2][4], sum[2][2], base[2];
 #pragma GCC unroll 2
     for (int v = 0; v < nv; v++) {
@@ -234,7 +233,8 @@ ALWAYS_INLINE int NAME(soften)(const int nv, int from, int to, int first, int la
     for (int i = first; i < begin; i++)
 #pragma GCC unroll 2
         for (int v = 0; v < nv; v++) weights[i * nv + v] = (VI){0};
-    for (int i = begin; i < end; i++)
+    if (HAS_TILES) fetch(block, 1, 0, 2 * begin);
+    for (int i = begin; i < end; i++) {
 #pragma GCC unroll 2
         for (int v = 0; v < nv; v++) {
             const VF *score = scores + 2 * i * nv + v;
@@ -243,6 +243,9 @@ ALWAYS_INLINE int NAME(soften)(const int nv, int from, int to, int first, int la
             sum[v][0] += even, sum[v][1] += odd;
             weights[i * nv + v] = VF_(_rough_pair)(even, odd);
         }
+        if (HAS_TILES) fetch(block, 1, 2 * i, 2 * i + 2);
+    }
+    if (HAS_TILES) fetch(block, 1, 2 * end, BLOCK);
     for (int i = end; i < last; i++)
 #pragma GCC unroll 2
         for (int v = 0; v < nv; v++) weights[i * nv + v] = (VI){0};
@@ -300,7 +303,7 @@ ALWAYS_INLINE void NAME(block)(const int nv, const block_t *block, float *state)
     const int last = HAS_TILES ? (to + TILE_INPUTS - 1) / TILE_INPUTS * TILE_PAIRS : (to + 1) / 2;
     if (masked || !plain) NAME(adjust)(nv, block, masked, plain ? 1.0f : scale, scores);
     const int changed =
-        NAME(soften)(nv, from, to, first, last, plain ? scale : 1.0f, scores, weights, most, total, decay);
+        NAME(soften)(nv, block, first, last, plain ? scale : 1.0f, scores, weights, most, total, decay);
     NAME(weigh)(nv, block, first, last, changed, decay, weights, out);
 #else
     if (masked || how->softcap != 0.0f || how->slopes) NAME(adjust)(nv, block, masked, 1.0f, scores);

@@ -11,9 +11,10 @@ ALWAYS_INLINE void copy(void *to, const void *from, int64_t size) {
 }
 
 /* Of a head, in float32. */
-static void gather_floats(const trivet_attention_layer *layer, const scratch_t *scratch, const keys_t *keys,
-                          int64_t head) {
-    const int64_t dim = layer->key.dim, v_dim = layer->value.dim;
+static void gather_floats(const block_t *block, scratch_t *scratch) {
+    const trivet_attention_layer *layer = block->layer;
+    const keys_t *keys = block->keys;
+    const int64_t head = block->group->head, dim = layer->key.dim, v_dim = layer->value.dim;
     for (int n = keys->from; n < keys->to; n++) {
         copy(scratch->keys + n * dim, keys->key[n] + head * layer->key.head, dim * 4);
         copy(scratch->values + n * v_dim, keys->value[n] + head * layer->value.head, v_dim * 4);
@@ -54,9 +55,11 @@ ALWAYS_INLINE void transpose(const char *const *runs, int64_t stride, __m512i *o
 
 /* Values of keys first … first + 31 of the block, those that are not there as zeros: whatever is in their places may be
  * no number, and zero weights would not hide that. */
-static void gather_values(const trivet_attention_layer *layer, const scratch_t *scratch, const keys_t *keys, int first,
-                          int64_t head) {
-    const int64_t v_dim = layer->value.dim;
+static void gather_values(const block_t *block, int first) {
+    const trivet_attention_layer *layer = block->layer;
+    const scratch_t *scratch = block->scratch;
+    const keys_t *keys = block->keys;
+    const int64_t v_dim = layer->value.dim, head = block->group->head;
     const int from = keys->from > first ? keys->from : first;
     const int to = keys->to < first + TILE_INPUTS ? keys->to : first + TILE_INPUTS;
     const char *runs[4];
@@ -76,10 +79,14 @@ static void gather_values(const trivet_attention_layer *layer, const scratch_t *
             copy(rows + (n - first) * stride, keys->value[n] + head * layer->value.head, v_dim * 2);
     }
     bf16_t *out = (bf16_t *)scratch->values + first;
+    const int last = first + TILE_INPUTS, each = (int)((TILE_INPUTS * 8 + v_dim - 1) / v_dim);
+    int fetched = first;
     for (int64_t d = 0; d < v_dim; d += 8, out += 8 * BLOCK) {
         __m512i rows[8];
         transpose(runs, stride, rows);
         for (int i = 0; i < 4; i++) runs[i] += 16;
+        if (fetched < last) fetch(block, 0, fetched, fetched + each);
+        fetched += each;
         if (there == 0xffffffffu)
             for (int i = 0; i < 8; i++) _mm512_storeu_si512(out + i * BLOCK, rows[i]);
         else
@@ -87,19 +94,27 @@ static void gather_values(const trivet_attention_layer *layer, const scratch_t *
     }
 }
 
-/* Of a head, in bfloat16. Keys stay where they are if tiles of them can be loaded from there. */
-static void gather_bf16(const trivet_attention_layer *layer, scratch_t *scratch, const keys_t *keys, int64_t head) {
-    const int64_t dim = layer->key.dim, padded = num_steps(1, dim) * 4;
-    scratch->key_stride = padded;
-    for (int i = 0; i < BLOCK / TILE_ROWS; i++)
-        scratch->key_rows[i] = (const char *)scratch->keys + i * TILE_ROWS * padded;
-    for (int n = keys->from; n < keys->to; n++) {
+/* Of a head, in bfloat16, with keys of the block ahead fetched in the meantime. For the products of one group keys stay
+ * where they are, if tiles of them can be loaded from there: what lies beside the wanted ones does no harm. */
+static void gather_bf16(const block_t *block, scratch_t *scratch, int once) {
+    const trivet_attention_layer *layer = block->layer;
+    const keys_t *keys = block->keys;
+    const int64_t dim = layer->key.dim, padded = num_steps(1, dim) * 4, offset = block->group->head * layer->key.head;
+    const int stay = once && layer->block_size % TILE_ROWS == 0 && dim % TILE_INPUTS == 0;
+    scratch->key_stride = stay ? layer->key.token : padded;
+    for (int i = keys->from / TILE_ROWS, n = keys->from; n < keys->to; n = ++i * TILE_ROWS)
+        scratch->key_rows[i] = stay ? keys->key[n] + offset - (n - i * TILE_ROWS) * layer->key.token
+                                    : (const char *)scratch->keys + i * TILE_ROWS * padded;
+    for (int n = keys->from; n < keys->to && !stay; n++) {
         char *key = (char *)scratch->keys + n * padded;
-        copy(key, keys->key[n] + head * layer->key.head, dim * 2);
+        copy(key, keys->key[n] + offset, dim * 2);
         if (dim * 2 < padded) memset(key + dim * 2, 0, (size_t)(padded - dim * 2));
     }
-    for (int first = keys->from / TILE_INPUTS * TILE_INPUTS; first < keys->to; first += TILE_INPUTS)
-        gather_values(layer, scratch, keys, first, head);
+    for (int first = 0; first < BLOCK; first += TILE_INPUTS)
+        if (first < keys->to && first + TILE_INPUTS > keys->from)
+            gather_values(block, first);
+        else
+            fetch(block, 0, first, first + TILE_INPUTS);
 }
 
 #elif HAS_PAIRS
@@ -120,9 +135,10 @@ ALWAYS_INLINE void interleave(const bf16_t *even, const bf16_t *odd, int64_t siz
 }
 
 /* Of a head, in bfloat16. */
-static void gather_bf16(const trivet_attention_layer *layer, const scratch_t *scratch, const keys_t *keys,
-                        int64_t head) {
-    const int64_t dim = layer->key.dim, v_dim = layer->value.dim, steps = (dim + 1) / 2;
+static void gather_bf16(const block_t *block, scratch_t *scratch, int once) {
+    const trivet_attention_layer *layer = block->layer;
+    const keys_t *keys = block->keys;
+    const int64_t head = block->group->head, dim = layer->key.dim, v_dim = layer->value.dim, steps = (dim + 1) / 2;
     for (int n = keys->from; n < keys->to; n++) {
         bf16_t *key = (bf16_t *)(scratch->keys + n * steps);
         copy(key, keys->key[n] + head * layer->key.head, dim * 2);
@@ -145,9 +161,10 @@ static void gather_bf16(const trivet_attention_layer *layer, const scratch_t *sc
 #else
 
 /* Of a head, from bfloat16. */
-static void gather_bf16(const trivet_attention_layer *layer, const scratch_t *scratch, const keys_t *keys,
-                        int64_t head) {
-    const int64_t dim = layer->key.dim, v_dim = layer->value.dim;
+static void gather_bf16(const block_t *block, scratch_t *scratch, int once) {
+    const trivet_attention_layer *layer = block->layer;
+    const keys_t *keys = block->keys;
+    const int64_t head = block->group->head, dim = layer->key.dim, v_dim = layer->value.dim;
     for (int n = keys->from; n < keys->to; n++) {
         float *restrict key = scratch->keys + n * dim, *restrict value = scratch->values + n * v_dim;
         const bf16_t *from_key = (const bf16_t *)(keys->key[n] + head * layer->key.head);

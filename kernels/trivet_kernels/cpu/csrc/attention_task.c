@@ -145,10 +145,10 @@ int32_t trivet_attention_lanes(int64_t count) {
     return count % (2 * FULL) ? lanes + padded(count % (2 * FULL), lanes > 0, &kind) : lanes;
 }
 
-int32_t trivet_attention_heads(int64_t count) {
+int64_t trivet_attention_heads(int64_t count, int64_t most_lanes) {
     const int32_t lanes = trivet_attention_lanes(count);
     /* The next head's whole vectors must not begin in the middle of one. */
-    return lanes % FULL == 0 || lanes < FULL ? MAX_LANES / lanes : 1;
+    return lanes % FULL == 0 || lanes < FULL ? most_lanes / lanes : 1;
 }
 
 void *trivet_attention_begin(const call_t *call) {
@@ -156,10 +156,9 @@ void *trivet_attention_begin(const call_t *call) {
     buffers_t *buffers = trivet_attention_buffers();
     if (!buffers) return NULL;
     const int64_t dim = round_up(call->layer->key.dim, 32), v_dim = round_up(call->layer->value.dim, 16);
-    const int64_t sizes[] = {MAX_LANES * dim,  MAX_LANES,        MAX_LANES,
-                             MAX_LANES,        BLOCK * 2 * FULL, BLOCK * 2 * FULL,
-                             BLOCK * dim,      BLOCK * v_dim,    STATE_SIZE(MAX_LANES, v_dim),
-                             STATE_SIZE(MAX_LANES, v_dim)};
+    const int64_t lanes = call->most_lanes;
+    const int64_t sizes[] = {lanes * dim,      lanes,         lanes,      lanes,        BLOCK * 2 * FULL,
+                             BLOCK * 2 * FULL, BLOCK * dim, BLOCK * v_dim, STATE_SIZE(lanes, v_dim), STATE_SIZE(lanes, v_dim)};
     enum { COUNT = sizeof sizes / sizeof *sizes };
     int64_t total = 0;
     for (int i = 0; i < COUNT; i++) total += round_up(sizes[i], 16);
@@ -269,10 +268,6 @@ static void attend_part(const call_t *call, const unit_t *unit, scratch_t *scrat
         for (int g = 0; g < unit->num_groups; g++) {
             const group_t *group = &unit->groups[g];
             const int fresh = g == 0 || group->head != group[-1].head;
-            if (fresh && call->layer->dtype == TRIVET_BF16)
-                gather_bf16(call->layer, scratch, keys, group->head);
-            else if (fresh)
-                gather_floats(call->layer, scratch, keys, group->head);
             const int32_t some = group->low - keys->first, end = group->high - keys->first;
             const block_t block = {.layer = call->layer,
                                    .how = &call->how,
@@ -282,6 +277,11 @@ static void attend_part(const call_t *call, const unit_t *unit, scratch_t *scrat
                                    .ahead = fresh ? wanted : NULL,
                                    .from = some > keys->from ? some : keys->from,
                                    .to = end < keys->to ? end : keys->to};
+            const int once = fresh && (g + 1 == unit->num_groups || group[1].head != group->head);
+            if (fresh && call->layer->dtype == TRIVET_BF16)
+                gather_bf16(&block, scratch, once);
+            else if (fresh)
+                gather_floats(&block, scratch);
             if (block.from < block.to) blocks[group->kind](&block, state + STATE_SIZE(group->offset, v_dim));
         }
         keys_t *done = keys;
