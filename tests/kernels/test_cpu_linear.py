@@ -12,6 +12,8 @@ from torch import Tensor
 from trivet_kernels.cpu import build
 from trivet_kernels.cpu.levels import LEVELS, usable_levels
 from trivet_kernels.cpu.linear import QuantizedLinear, round_to_four
+from trivet_kernels.cpu.ops import NativeOps
+from trivet_kernels.ops import Gate
 from trivet_kernels.reference.quantized import QuantizedMatrix, quantized_linear
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="there is no C compiler")
@@ -25,13 +27,14 @@ FORMATS = {
     "8 bits in 32": (8, 32, False, False, 32),
     "8 bits in 32, offsets": (8, 32, True, False, 64),
     "8 bits in 16": (8, 16, False, False, 32),
+    "8 bits in 80": (8, 80, False, True, 80),
     "4 bits in 32": (4, 32, False, False, 32),
     "4 bits in 32, offsets": (4, 32, True, False, 32),
     "4 bits in 16, offsets": (4, 16, True, False, None),
 }
 
 
-@pytest.fixture(scope="module", params=[level.name for level in LEVELS if level.name != "amx"])
+@pytest.fixture(scope="module", params=[level.name for level in LEVELS])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     level = next((level for level in usable_levels() if level.name == request.param), None)
     if level is None:
@@ -110,13 +113,74 @@ def test_equals_the_reference(library: ctypes.CDLL, name: str, rows: int, out: i
     assert layer(x).equal(results)
 
 
-@pytest.mark.parametrize("rows", range(1, 26))
+@pytest.mark.parametrize("rows", [*range(1, 50), 64, 65, 97, 128, 200])
 def test_any_number_of_rows(library: ctypes.CDLL, rows: int) -> None:
     given = matrix(64, 96, "4 bits in 32, offsets")
     x = activations(rows, 96)
     expected = quantized_linear(x, given, act_group=32)
     results = packed(given, "4 bits in 32, offsets", library)(x)
     assert_close(results, expected, x, given)
+
+
+@pytest.mark.parametrize("act_bits", [8, 16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_is_the_same_among_any_number(library: ctypes.CDLL, name: str, act_bits: int) -> None:
+    """Bit for bit, whichever kernel a number of rows is multiplied by."""
+    layer = packed(matrix(75, 720, name), name, library, act_bits=act_bits, bias=torch.linspace(-1, 1, 75))
+    x = activations(150, 720)
+    x[40] *= 1e30
+    x[41] = float("inf")
+    x[42, 3] = float("nan")
+    one_by_one = torch.cat([layer(x[i : i + 1]) for i in range(150)])
+    for rows in (5, 8, 13, 16, 17, 31, 32, 33, 47, 64, 81, 150):
+        for first in (0, 150 - rows):
+            assert torch.equal(
+                layer(x[first : first + rows]).view(torch.int32), one_by_one[first : first + rows].view(torch.int32)
+            )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gate_is_the_operation_after_the_product(
+    library: ctypes.CDLL, activation: Gate, dtype: torch.dtype, bias: bool, threads: None
+) -> None:
+    ops = NativeOps(library)
+    for name in ("8 bits in 128", "4 bits in 32, offsets", "8 bits per row, activations in 64"):
+        given = matrix(192, 200, name)
+        layer = packed(given, name, library, bias=torch.linspace(-2, 2, 192) if bias else None)
+        for rows in (1, 6, 7, 40, 130):
+            x = (activations(rows, 200) * 0.1).to(dtype)
+            product = layer(x)
+            expected = (
+                ops.silu_and_mul(product)
+                if activation == "silu"
+                else ops.gelu_and_mul(product, approximate=activation == "gelu_tanh")
+            )
+            whole, results = poisoned(rows, 96, dtype)
+            for threads_ in (1, 2):
+                torch.set_num_threads(threads_)
+                assert layer.gated(x, activation, results) is results
+                assert results.equal(expected)
+                assert whole[:, :2].isnan().all()
+                assert whole[:, -4:].isnan().all()
+            gated = layer.gated(x, activation)
+            assert gated is not None
+            assert gated.equal(expected)
+
+
+def test_a_gate_with_two_bytes_for_activations(library: ctypes.CDLL) -> None:
+    layer = packed(matrix(64, 96, "8 bits in 32"), "8 bits in 32", library, act_bits=16)
+    for rows in (2, 37):
+        x = activations(rows, 96) * 0.1
+        gated = layer.gated(x, "silu")
+        assert gated is not None
+        assert gated.equal(NativeOps(library).silu_and_mul(layer(x)))
+
+
+def test_no_gate_for_halves_that_are_not_whole_panels(library: ctypes.CDLL) -> None:
+    layer = packed(matrix(96, 64, "8 bits in 32"), "8 bits in 32", library)
+    assert layer.gated(activations(3, 64), "silu") is None
 
 
 @pytest.mark.parametrize("name", ["8 bits in 32", "4 bits in 32, offsets"])

@@ -15,6 +15,7 @@ from trivet_kernels.cpu import build
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trivet_kernels.ops import Gate
     from trivet_kernels.reference.quantized import QuantizedMatrix
 
 #: columns of a panel, as in csrc/matmul.h
@@ -25,6 +26,9 @@ _ROUNDED_GROUP = 32
 # The size of a huge page on x86-64 and most others.
 _HUGE_PAGE = 2 << 20
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+# As in csrc/matmul_store.h.
+_GATES: dict[Gate, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_NO_GATE = 3
 
 
 class _Layer(ctypes.Structure):
@@ -213,14 +217,33 @@ class QuantizedLinear:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` ``[T, in]`` float32 or bfloat16 (other types are converted), rows may be strided. Writes to ``out``
         ``[T, out]``, float32 or bfloat16 with rows that may be strided too, or to a new tensor of the type of ``x``."""
+        return self._product(x, _NO_GATE, self.out_features, out)
+
+    def gated(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor | None:
+        """``activation`` of the first half of the outputs, times the second half.
+
+        Args:
+            x: As for a call.
+            activation: Of the gate: SiLU, or GELU with tanh or exact.
+            out: ``[T, out / 2]``, otherwise as for a call.
+
+        Returns:
+            The bits that :meth:`__call__` gives, rounded to the type of the result, and the operation after it; None
+            if each half is not a multiple of 32 outputs.
+        """
+        if self.out_features % (2 * PANEL):
+            return None
+        return self._product(x, _GATES[activation], self.out_features // 2, out)
+
+    def _product(self, x: Tensor, gate: int, columns: int, out: Tensor | None) -> Tensor:
         dtype, number = x.dtype, _DTYPES.get(x.dtype)
         rows, stride = x.shape[0], x.stride()
         if number is None or stride[1] != 1:
             wide = x.contiguous() if dtype in _DTYPES else x.float()
-            result = self(wide, out)
+            result = self._product(wide, gate, columns, out)
             return result if out is not None else result.to(dtype)
         if out is None:
-            out, out_stride, out_number = torch.empty((rows, self.out_features), dtype=dtype), self.out_features, number
+            out, out_stride, out_number = torch.empty((rows, columns), dtype=dtype), columns, number
         else:
             out_stride, out_number = out.stride(0), _DTYPES[out.dtype]
         if self._multiply(
@@ -232,6 +255,7 @@ class QuantizedLinear:
             out.data_ptr(),
             out_stride,
             out_number,
+            gate,
             torch.get_num_threads(),
         ):
             raise MemoryError(f"no memory for {rows} rows of {self.in_features} rounded activations")
@@ -327,7 +351,7 @@ def _functions(library: ctypes.CDLL) -> tuple[ctypes._NamedFuncPointer, ctypes._
     """The product and the packing, with their signatures."""
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     multiply, pack = library.trivet_quant_linear, library.trivet_quant_pack
-    multiply.argtypes = [pointer, pointer, size, number, size, pointer, size, number, number]
+    multiply.argtypes = [pointer, pointer, size, number, size, pointer, size, number, number, number]
     multiply.restype = number
     pack.argtypes = [pointer, pointer, size, size, size, number]
     pack.restype = None

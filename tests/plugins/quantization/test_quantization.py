@@ -16,6 +16,7 @@ from trivet.errors import ModelLoadError, PluginError
 from trivet.roles import StoredLinear
 from trivet.testing.suites import Suite
 from trivet_kernels.cpu import build
+from trivet_kernels.ops import ops_for
 from trivet_quantization.blocks import FORMATS
 from trivet_quantization.gguf import Gguf
 from trivet_quantization.int4 import Int4
@@ -155,6 +156,22 @@ def test_parts_of_a_fused_layer() -> None:
     exact = torch.cat([x @ query.T + bias, x @ key.T, x @ query.T + bias], 1)
     assert error(layer(x), exact) < 0.01
     assert isinstance(layer, PackedQuantizedLinear)
+
+
+@pytest.mark.parametrize("quantization", [int8(), int4()])
+def test_a_gate_in_one_go(quantization: Int8 | Int4) -> None:
+    """The bits of the operations one after the other, or nothing where it would not be faster."""
+    gate, up = floats(96, 128), floats(96, 128, seed=1)
+    layer = quantization.linear([stored(gate), stored(up)])
+    for rows in (1, 50):
+        x = tokens(rows, 128).bfloat16()
+        found = layer.gated(x, "silu")
+        assert found is not None
+        assert found.equal(ops_for(torch.device("cpu")).silu_and_mul(layer(x)))
+    narrow = quantization.linear([stored(gate[:40]), stored(up[:40])])
+    assert narrow.gated(tokens(3, 128), "silu") is None
+    mixed = int4(eight_bits=("*.v_proj",)).linear([stored(gate), stored(up, "model.layers.0.self_attn.v_proj")])
+    assert mixed.gated(tokens(3, 128), "silu") is None
 
 
 def test_parts_of_several_types() -> None:

@@ -1,10 +1,14 @@
 /* Dividing a product among threads. */
-#include "matmul.h"
+#include "matmul_store.h"
+#include "matmul_tiles.h"
 
 #include <pthread.h>
 
+extern int omp_get_thread_num(void);
+
 /* Activations rounded at a time: they should stay in a core's second-level cache. */
 #define CHUNK_BYTES (768 * 1024)
+#define TILED_CHUNK_BYTES (1280 * 1024)
 /* With more tiles, a panel takes so long to compute that fetching the next one is not worth the instructions. */
 #define MOST_AHEAD 8
 /* In a longer segment, what is fetched in front of it would come too much at a time. */
@@ -54,91 +58,138 @@ static char *scratch_of(size_t size) {
 
 static int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-static void store(const QuantLinear *layer, const float *tile, int rows, int64_t panel, void *out, int64_t out_stride,
-                  int out_dtype) {
-    int64_t column = panel * PANEL;
-    int64_t count = layer->out_features - column < PANEL ? layer->out_features - column : PANEL;
-    for (int r = 0; r < rows; r++) {
-        const float *from = tile + r * layer->planes * PANEL;
-        float sums[PANEL];
-        memcpy(sums, from, sizeof sums);
-        if (layer->planes == 2)
-            for (int64_t c = 0; c < count; c++) sums[c] += from[PANEL + c];
-        if (layer->bias)
-            for (int64_t c = 0; c < count; c++) sums[c] += layer->bias[column + c];
-        if (out_dtype == TRIVET_BF16) {
-            bf16_t *to = (bf16_t *)out + r * out_stride + column;
-            for (int64_t c = 0; c < count; c++) to[c] = float_to_bf16(sums[c]);
-        } else {
-            memcpy((float *)out + r * out_stride + column, sums, (size_t)count * sizeof(float));
-        }
-    }
-}
-
 static const char *at(const void *rows, int64_t row, int64_t stride, int dtype) {
     return (const char *)rows + row * stride * (dtype == TRIVET_BF16 ? 2 : 4);
 }
 
-/* The first of `count` panels that no other thread computes. */
+/* The first of `count` stripes that no other thread computes. */
 static int64_t claim(int64_t *next, int64_t count) { return __atomic_fetch_add(next, count, __ATOMIC_RELAXED); }
 
-/* Columns of one panel of the first `count` rows of `a`, in tiles of `height` rows; panel `next` comes after it. */
-static void multiply_panel(const QuantLinear *layer, const Activations *a, int64_t count, int64_t height, int64_t panel,
-                           int64_t next, void *out, int64_t out_stride, int out_dtype) {
-    const int64_t planes = layer->planes, tiles = (count + height - 1) / height, segments = layer->num_segments;
-    const int64_t lines = layer->segment * PANEL * layer->bits / 8 / 64;
-    Ahead ahead = {.from = (const char *)layer->weight + next * segments * lines * 64};
-    /* A single tile reads as fast as memory gives, and so does the processor's own prefetching. */
-    if (tiles > 1 && tiles <= MOST_AHEAD && layer->segment <= LONG_SEGMENT && next * PANEL < layer->out_features)
-        ahead.lines = (lines + tiles - 1) / tiles;
-    for (int64_t r = 0; r < count; r += height, ahead.from += ahead.lines * segments * 64) {
+/* How a chunk of rows is computed. A stripe is what is stored together: a panel, or with a gate, the panel of gate and
+ * that of up. */
+typedef struct {
+    int64_t stripes, panels; /* of a stripe */
+    int64_t height;          /* of tiles of registers */
+    char *room;              /* for every thread's matrix tiles, `room_size` bytes each */
+    size_t room_size, totals_size; /* the totals of one panel of all rows */
+} Work;
+
+/* Columns of one stripe of the first `count` rows of `a`, in tiles of registers; stripe `next` comes after it. */
+static void multiply_stripe(const QuantLinear *layer, const Activations *a, const Work *work, int64_t count,
+                            int64_t stripe, int64_t next, const Output *out) {
+    const int64_t planes = layer->planes, height = work->height, tiles = (count + height - 1) / height;
+    const int64_t segments = layer->num_segments, lines = layer->segment * PANEL * layer->bits / 8 / 64;
+    Ahead ahead[2] = {{NULL, 0}, {NULL, 0}};
+    for (int64_t p = 0; p < work->panels; p++) {
+        ahead[p].from = (const char *)layer->weight + (p * work->stripes + next) * segments * lines * 64;
+        /* A single tile reads as fast as memory gives, and so does the processor's own prefetching. */
+        if (tiles > 1 && tiles <= MOST_AHEAD && layer->segment <= LONG_SEGMENT && next < work->stripes)
+            ahead[p].lines = (lines + tiles - 1) / tiles;
+    }
+    for (int64_t r = 0; r < count; r += height) {
         int here = (int)(count - r < height ? count - r : height);
-        float tile[TILE * PANEL] __attribute__((aligned(64)));
-        multiply_tile(layer, a, r * planes, here * (int)planes, panel, ahead, tile);
-        store(layer, tile, here, panel, (void *)at(out, r, out_stride, out_dtype), out_stride, out_dtype);
+        float sums[2][TILE * PANEL] __attribute__((aligned(64)));
+        for (int64_t p = 0; p < work->panels; p++) {
+            multiply_tile(layer, a, r * planes, here * (int)planes, p * work->stripes + stripe, ahead[p], sums[p]);
+            ahead[p].from += ahead[p].lines * segments * 64;
+        }
+        store_sums(layer, sums[0], sums[1], r, here, stripe, out);
     }
 }
 
-/* `out` [rows][out_features] = `x` [rows][in_features] times the weights, plus the bias. Strides are between rows, in
- * elements. Returns -1 if there is no memory for the rounded activations, otherwise 0. */
-int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_stride, int x_dtype, int64_t rows, void *out,
-                        int64_t out_stride, int out_dtype, int num_threads) {
-    int64_t panels = (layer->out_features + PANEL - 1) / PANEL, segments = layer->num_segments;
-    int64_t planes = layer->planes;
-    Activations a = {.stride = round_up(layer->segment * segments, 64) + SKEW, .segments = segments};
-    int64_t chunk = CHUNK_BYTES / (a.stride * planes) / TILE * TILE;
-    if (chunk < 4 * TILE) chunk = 4 * TILE;
-    /* Chunks of about equal heights, too. */
+/* The stripes of the first `count` rows of `a` that this thread gets hold of. */
+static void multiply_stripes(const QuantLinear *layer, const Activations *a, const Work *work, int64_t count,
+                             int64_t *free_stripe, int64_t share, const Output *out) {
+#if HAS_TILES
+    const int64_t rows = count * layer->planes;
+    const int tiled = tiles_suit(layer, rows);
+    const TileRows shape = tile_rows_of(rows);
+    char *room = work->room + (size_t)omp_get_thread_num() * work->room_size;
+    float *totals = (float *)room, *up = (float *)(room + (size_t)(work->panels - 1) * work->totals_size);
+    room += (size_t)work->panels * work->totals_size;
+    if (tiled) begin_tiles(layer, shape);
+#endif
+    /* Threads claim stripes one turn before they need them, to know what comes next. */
+    for (int64_t stripe = claim(free_stripe, share), next; stripe < work->stripes; stripe = next) {
+        int64_t end = stripe + share < work->stripes ? stripe + share : work->stripes;
+        next = claim(free_stripe, share);
+        for (; stripe < end; stripe++) {
+            int64_t after = stripe + 1 < end ? stripe + 1 : next;
+#if HAS_TILES
+            if (tiled) {
+                if (after >= work->stripes) after = -1;
+                if (work->panels == 2) {
+                    multiply_panel_tiled(layer, a, rows, shape, stripe, work->stripes + stripe, room, totals);
+                    multiply_panel_tiled(layer, a, rows, shape, work->stripes + stripe, after, room, up);
+                } else {
+                    multiply_panel_tiled(layer, a, rows, shape, stripe, after, room, totals);
+                }
+                store_sums(layer, totals, up, 0, count, stripe, out);
+                continue;
+            }
+#endif
+            multiply_stripe(layer, a, work, count, stripe, after, out);
+        }
+    }
+#if HAS_TILES
+    if (tiled) end_tiles();
+#endif
+}
+
+/* Rows of activations in a chunk: as many as fit into `bytes`, at least four times `step`, in chunks of about equal
+ * heights that are multiples of `step`. */
+static int64_t chunk_of(int64_t rows, int64_t row_bytes, int64_t bytes, int64_t step) {
+    int64_t chunk = bytes / row_bytes / step * step;
+    if (chunk < 4 * step) chunk = 4 * step;
     int64_t chunks = (rows + chunk - 1) / chunk;
-    if (chunks) chunk = (rows + chunks * TILE - 1) / (chunks * TILE) * TILE;
-    if (chunk > rows) chunk = rows;
+    if (chunks) chunk = (rows + chunks * step - 1) / (chunks * step) * step;
+    return chunk < rows ? chunk : rows;
+}
+
+/* `out` [rows][out_features] = `x` [rows][in_features] times the weights, plus the bias. With a gate, whose weights are
+ * the first half of the outputs, `out` [rows][out_features / 2] = activation(gate) * up, and `out_features` is a
+ * multiple of 2 * PANEL. Strides are between rows, in elements. Returns -1 if there is no memory for the rounded
+ * activations, otherwise 0. */
+int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_stride, int x_dtype, int64_t rows, void *out,
+                        int64_t out_stride, int out_dtype, int gate, int num_threads) {
+    const int64_t planes = layer->planes, segments = layer->num_segments;
+    Work work = {.stripes = (layer->out_features + PANEL - 1) / PANEL, .panels = 1};
+    if (gate != GATE_NONE) work.stripes /= 2, work.panels = 2;
+    Activations a = {.stride = round_up(layer->segment * segments, 64) + SKEW, .segments = segments};
+    int64_t chunk, spare = 0;
+#if HAS_TILES
+    if (tiles_suit(layer, rows * planes)) {
+        chunk = chunk_of(rows, a.stride * planes, TILED_CHUNK_BYTES, 2 * TILE_ROWS);
+        spare = 2 * TILE_ROWS;
+        work.totals_size = (size_t)(chunk * planes * PANEL) * sizeof(float);
+        work.room_size = (size_t)work.panels * work.totals_size + tiles_room(layer);
+    } else
+#endif
+        chunk = chunk_of(rows, a.stride * planes, CHUNK_BYTES, TILE);
     size_t plane = (size_t)round_up(chunk * planes * segments * 4, 64);
-    char *memory = scratch_of((size_t)(chunk * planes * a.stride) + 3 * plane);
+    size_t values_size = (size_t)((chunk * planes + spare) * a.stride);
+    char *memory = scratch_of(values_size + 3 * plane + (size_t)num_threads * work.room_size);
     if (!memory) return -1;
     a.scale = (float *)memory;
     a.start = (int32_t *)(memory + plane);
     a.sum = (float *)(memory + 2 * plane);
     a.values = (int8_t *)(memory + 3 * plane);
-    int64_t share = panels / (16 * num_threads) + 1;
+    work.room = memory + 3 * plane + values_size;
+    int64_t share = work.stripes / (16 * num_threads) + 1;
     for (int64_t begin = 0; begin < rows; begin += chunk) {
         int64_t count = rows - begin < chunk ? rows - begin : chunk;
+        const Output to = {(char *)at(out, begin, out_stride, out_dtype), out_stride, out_dtype, gate};
         /* Tiles of about equal heights: a low one makes little of the weights that it reads. */
-        int64_t tiles = (count * planes + TILE - 1) / TILE, height = (count + tiles - 1) / tiles;
+        int64_t tiles = (count * planes + TILE - 1) / TILE;
+        work.height = (count + tiles - 1) / tiles;
         /* Waking the others takes longer than rounding a few rows. */
         int rounding_threads = count * layer->in_features < FEW_VALUES ? 1 : num_threads;
 #pragma omp parallel for num_threads(rounding_threads) if (rounding_threads > 1) schedule(static)
         for (int64_t r = 0; r < count; r++)
             quantize_row(layer, at(x, begin + r, x_stride, x_dtype), x_dtype, &a, r);
-        int64_t free_panel = 0;
+        int64_t free_stripe = 0;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-        /* Threads claim panels one turn before they need them, to know what comes next. */
-        for (int64_t panel = claim(&free_panel, share), next; panel < panels; panel = next) {
-            int64_t end = panel + share < panels ? panel + share : panels;
-            next = claim(&free_panel, share);
-            for (; panel < end; panel++)
-                multiply_panel(layer, &a, count, height, panel, panel + 1 < end ? panel + 1 : next,
-                               (void *)at(out, begin, out_stride, out_dtype), out_stride, out_dtype);
-        }
+        multiply_stripes(layer, &a, &work, count, &free_stripe, share, &to);
     }
     return 0;
 }
@@ -156,7 +207,7 @@ void trivet_quant_pack(const QuantLinear *layer, const uint8_t *values, int64_t 
             for (int64_t i = 0; i < 4; i++) {
                 uint8_t low = k + i < columns ? from[k + i] : (uint8_t)layer->zero_point;
                 uint8_t high = k + i + 4 < columns ? from[k + i + 4] : (uint8_t)layer->zero_point;
-                to[i] = bits == 8 ? low : (uint8_t)(low | high << 4);
+                to[i] = bits == 8 ? low ^ STORED_SIGN : (uint8_t)(low | high << 4);
             }
         }
     }

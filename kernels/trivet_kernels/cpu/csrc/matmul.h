@@ -12,7 +12,7 @@
 #ifndef TRIVET_MATMUL_H
 #define TRIVET_MATMUL_H
 
-#include "common.h"
+#include "tiles.h"
 
 /* Columns of a panel. A panel holds, for each four (8 bits) or eight (4 bits) consecutive k, 128 bytes: of every column
  * four bytes, k ascending. With 4 bits the low halves of the bytes are the first four k and the high halves the next
@@ -20,6 +20,14 @@
 #define PANEL 32
 /* Most rows of a tile, whose integer sums are held in registers. */
 #define TILE 6
+
+/* What weights of eight bits are stored exclusive-or'ed with: matrix tiles take them as signed numbers, which is faster
+ * where there are many rows, and with few rows memory is slower than turning them back. */
+#if HAS_TILES
+#define STORED_SIGN 128
+#else
+#define STORED_SIGN 0
+#endif
 
 typedef struct {
     const uint8_t *weight;

@@ -47,6 +47,10 @@ __attribute__((always_inline)) static inline void tile_vnni(const int rows, cons
         for (int64_t k = 0; k < segment; k += 32 / bits, weight += 4 * PANEL, values += 32 / bits) {
             __m512i left = _mm512_loadu_si512(weight), right = _mm512_loadu_si512(weight + 64);
             __m512i left_high = left, right_high = right;
+            if (bits == 8 && STORED_SIGN) {
+                left = _mm512_xor_si512(left, _mm512_set1_epi8((char)STORED_SIGN));
+                right = _mm512_xor_si512(right, _mm512_set1_epi8((char)STORED_SIGN));
+            }
             if (bits == 4) {
                 left_high = _mm512_and_si512(_mm512_srli_epi16(left, 4), low);
                 right_high = _mm512_and_si512(_mm512_srli_epi16(right, 4), low);
