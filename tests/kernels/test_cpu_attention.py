@@ -26,6 +26,7 @@ SCALE = 0.3
 Rows = list[tuple[int, int]]
 #: queries and contexts of rows: single tokens, blocks just full and just begun, prompts, chunks, a row without queries
 MIXED: Rows = [(1, 1), (1, 64), (3, 65), (0, 40), (20, 20), (64, 128), (1, 130), (18, 33), (1, 513), (5, 600)]
+LONG: Rows = [(1, 1500), (1, 700), (30, 1100), (1, 40), (3, 513), (1, 2049), (130, 130)]
 
 
 @pytest.fixture(scope="module", params=["amx", "avx512_bf16", "avx512", "avx2", "generic"])
@@ -65,6 +66,7 @@ class Case:
     slot_mapping: Tensor
     window: int | None = None
     chunked: bool = False
+    scale: float = SCALE
 
     def run(self, library: ctypes.CDLL, **extras: object) -> Tensor:
         """Attend over copies of the caches."""
@@ -77,7 +79,7 @@ class Case:
             self.key,
             self.value,
             Step(self.query_start, self.seq_lens, self.block_table, self.slot_mapping),
-            scale=SCALE,
+            scale=self.scale,
             window=self.window,
             chunked=self.chunked,
             **extras,
@@ -96,7 +98,7 @@ class Case:
             window=self.window,
             chunked=self.chunked,
         )
-        return paged_attention(self.query.double(), *caches, plan, scale=SCALE, **extras)
+        return paged_attention(self.query.double(), *caches, plan, scale=self.scale, **extras)
 
     def rows(self, first: int, last: int) -> Case:
         """A step of some of the rows alone."""
@@ -113,6 +115,7 @@ class Case:
             self.slot_mapping[begin:end],
             self.window,
             self.chunked,
+            self.scale,
         )
 
 
@@ -179,8 +182,8 @@ def _copied(cache: Tensor) -> Tensor:
     return torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype).copy_(cache)
 
 
-def check(out: Tensor, expected: Tensor) -> None:
-    tolerance = 2e-5 if out.dtype is FLOAT else 1e-2
+def check(out: Tensor, expected: Tensor, *, largest_score: float = 10.0) -> None:
+    tolerance = 2e-6 * largest_score if out.dtype is FLOAT else 1e-2
     torch.testing.assert_close(out.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
@@ -204,7 +207,20 @@ def test_heads_that_share_a_key_head(library: ctypes.CDLL, dtype: torch.dtype, h
 
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim"),
-    [(16, 16), (64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (64, 80), (1, 1), (33, 17), (7, 65)],
+    [
+        (16, 16),
+        (64, 64),
+        (80, 80),
+        (96, 96),
+        (128, 128),
+        (256, 256),
+        (192, 128),
+        (64, 80),
+        (72, 40),
+        (1, 1),
+        (33, 17),
+        (7, 65),
+    ],
 )
 def test_head_sizes(library: ctypes.CDLL, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> None:
     case = make_case([(1, 90), (19, 25), (1, 5), (17, 17)], dtype, head_dim=head_dim, v_head_dim=v_head_dim)
@@ -213,7 +229,7 @@ def test_head_sizes(library: ctypes.CDLL, dtype: torch.dtype, head_dim: int, v_h
     check(out, case.expected())
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 48, 128, 1000])
+@pytest.mark.parametrize("block_size", [1, 3, 8, 16, 24, 48, 128, 1000])
 def test_block_sizes(library: ctypes.CDLL, dtype: torch.dtype, block_size: int) -> None:
     case = make_case([(1, 150), (30, 41), (1, 2)], dtype, block_size=block_size, window=99)
     check(case.run(library), case.expected())
@@ -250,6 +266,49 @@ def test_large_scores_do_not_overflow(library: ctypes.CDLL, dtype: torch.dtype) 
     torch.testing.assert_close(case.run(library).double(), case.expected(), rtol=2e-2, atol=0.2)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 2.0])
+@pytest.mark.parametrize("window", [None, 30])
+def test_any_factor_of_scores(library: ctypes.CDLL, dtype: torch.dtype, scale: float, window: int | None) -> None:
+    case = make_case([(1, 90), (40, 140), (3, 3)], dtype, window=window)
+    case.scale = scale
+    check(case.run(library), case.expected())
+
+
+@pytest.mark.parametrize("most", [10.0, 30.0, 300.0])
+@pytest.mark.parametrize("falling", [False, True])
+def test_scores_that_rise_or_fall_along_a_context(
+    library: ctypes.CDLL, dtype: torch.dtype, most: float, falling: bool
+) -> None:
+    rows = [(1, 700), (60, 200)]
+    case = make_case(rows, dtype, head_dim=64)
+    case.query = torch.ones_like(case.query) / 64
+    caches = case.key_cache, case.value_cache
+    for row, (count, seq_len) in enumerate(rows):
+        places = torch.arange(seq_len)
+        scores = most * (places.flip(0) if falling else places) / seq_len / SCALE
+        keys = scores[:, None, None].expand(-1, 2, 64).to(dtype)
+        blocks = case.block_table[row, places // 16].long()
+        case.key_cache[blocks[:-count], places[:-count] % 16] = keys[:-count]
+        begin, end = case.query_start[row : row + 2].tolist()
+        case.key = torch.cat([case.key[:begin], keys[-count:], case.key[end:]])
+    together = case.run_on(library, *map(_copied, caches))
+    check(together, case.expected(), largest_score=most)
+    for row in range(len(rows)):
+        begin, end = case.query_start[row : row + 2].tolist()
+        assert torch.equal(case.rows(row, row + 1).run(library), together[begin:end])
+
+
+def test_the_arithmetic_of_callers_stays_as_it_is(
+    library: ctypes.CDLL, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    case = make_case(LONG, dtype, head_dim=64)
+    small = torch.full((1 << 16,), 1e-38)
+    for number in (1, 2):
+        threads(number)
+        case.run(library)
+        assert (small * 0.1 > 0).all()  # numbers too small for all bits are not zeros
+
+
 def test_keys_and_values_are_written_and_nothing_else(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     case = make_case([(1, 33), (20, 50), (70, 70)], dtype, head_dim=24, v_head_dim=40, block_size=5)
     caches = _copied(case.key_cache), _copied(case.value_cache)
@@ -274,9 +333,6 @@ def test_tokens_of_no_row_get_zeros(library: ctypes.CDLL, dtype: torch.dtype) ->
 def test_an_empty_step(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     case = make_case([(0, 4), (0, 70)], dtype)
     assert case.run(library).shape == (0, 6, 32)
-
-
-LONG: Rows = [(1, 1500), (1, 700), (30, 1100), (1, 40), (3, 513), (1, 2049), (130, 130)]
 
 
 @pytest.mark.parametrize("window", [None, 600])

@@ -81,8 +81,8 @@ class CachedAttention:
 
     A token's result depends on its query and on the keys and values that it sees: neither on the rest of the batch, nor
     on the number of threads, nor on how the context was cut into chunks. Products of bfloat16 are summed in float32;
-    weights are rounded to bfloat16 before they are multiplied with values where the processor has instructions for
-    that.
+    where the processor has instructions for them, by vectors or matrix tiles, weights are rounded to bfloat16 before they
+    are multiplied with values, and weights below 2^-126 of the largest one count as zeros.
 
     Args:
         library: As :func:`trivet_kernels.cpu.build.library` returns it.
