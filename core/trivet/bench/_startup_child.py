@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import json
+import logging
 import sys
 import threading
 import time
@@ -54,10 +55,36 @@ def overlap(interval: Interval, others: Iterable[Interval]) -> float:
     return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in others)
 
 
+class CompileSeconds(logging.Handler):
+    """Adds up the attribute ``compile_seconds`` of records: what was compiled, and how long that took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record's seconds, if it has any."""
+        self.total += getattr(record, "compile_seconds", 0.0)
+
+
+@contextmanager
+def timed_compilation() -> Iterator[CompileSeconds]:
+    """Within, the handler yielded hears of everything that says how long it compiled."""
+    handler, logger = CompileSeconds(), logging.getLogger("trivet")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def start_engine(config: dict[str, Any]) -> dict[str, float]:
     """Start an engine, generate one token, and return the seconds of the phases (see :mod:`trivet.bench.startup`)."""
     begin = time.perf_counter()
-    with timed_imports() as imports:
+    with timed_imports() as imports, timed_compilation() as compilation:
         from trivet.llm import LLM
 
         llm = LLM.from_config(config)
@@ -78,6 +105,7 @@ def start_engine(config: dict[str, Any]) -> dict[str, float]:
         "imports": imported,
         "plugins": ready - begin - imported - sum(phases.values()),
         **phases,
+        "compilation": compilation.total,
         "engine": ready - begin,
         "first_token": answered - asked,
     }

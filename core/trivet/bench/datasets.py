@@ -75,6 +75,37 @@ def random_requests(
     ]
 
 
+def prefix_repetition_requests(
+    count: int,
+    token_ids: Int32,
+    *,
+    prefix_len: int,
+    suffix_len: int,
+    num_prefixes: int,
+    output_len: int,
+    seed: int = 0,
+) -> list[BenchRequest]:
+    """Requests of random tokens in random order, of which as many share each of some prefixes.
+
+    Args:
+        count: Requests; what ``num_prefixes`` does not divide is left out, as in vLLM.
+        token_ids: ``[n]`` ids to draw from.
+        prefix_len: Tokens of a prefix.
+        suffix_len: Tokens of a prompt after its prefix.
+        num_prefixes: Prefixes, at most ``count``.
+        output_len: Tokens to generate.
+        seed: Of everything that is drawn.
+    """
+    rng = np.random.default_rng(seed)
+    prefixes = [rng.choice(token_ids, prefix_len).tolist() for _ in range(num_prefixes)]
+    requests = [
+        BenchRequest(prefix + rng.choice(token_ids, suffix_len).tolist(), output_len)
+        for prefix in prefixes
+        for _ in range(count // num_prefixes)
+    ]
+    return [requests[index] for index in rng.permutation(len(requests)).tolist()]
+
+
 def _lengths(rng: np.random.Generator, count: int, mean: int, ratio: float) -> list[int]:
     low, high = shortest(mean, ratio), max(math.ceil(mean * (1 + ratio)), 1)
     lengths: list[int] = rng.integers(low, high, count, endpoint=True).tolist()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trivet.bench.datasets import check_length, plain_token_ids, random_requests
-from trivet.bench.runs import run_requests
+from trivet.bench.runs import run_requests, search_beams
 
 if TYPE_CHECKING:
     from trivet.llm import LLM
@@ -22,6 +22,7 @@ def measure_latency(
     num_iters: int,
     num_iters_warmup: int = 0,
     n: int = 1,
+    beam_search: bool = False,
     detokenize: bool = True,
     seed: int = 0,
     on_iteration: Callable[[], None] | None = None,
@@ -37,8 +38,9 @@ def measure_latency(
         batch_size: Prompts per iteration.
         num_iters: Iterations that are measured.
         num_iters_warmup: Iterations before these.
-        n: Outputs per prompt.
-        detokenize: Make text of the tokens.
+        n: Outputs per prompt, or beams.
+        beam_search: Search for the likeliest outputs instead of sampling.
+        detokenize: Make text of the tokens; what a search finds always becomes text.
         seed: Of the prompts.
         on_iteration: Called after every iteration.
 
@@ -56,7 +58,10 @@ def measure_latency(
             batch_size, ids, input_len=input_len, output_len=output_len, seed=seed * 1_000_003 + iteration
         )
         start = time.perf_counter()
-        run_requests(llm, batch, n=n, detokenize=detokenize)
+        if beam_search:
+            search_beams(llm, batch, width=n)
+        else:
+            run_requests(llm, batch, n=n, detokenize=detokenize)
         seconds.append(time.perf_counter() - start)
         if on_iteration is not None:
             on_iteration()

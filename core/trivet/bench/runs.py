@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -11,8 +11,10 @@ from trivet.errors import TrivetError
 
 if TYPE_CHECKING:
     from trivet.bench.datasets import BenchRequest
+    from trivet.engine import Engine
     from trivet.llm import LLM
-    from trivet_schemas.outputs import RequestOutput
+    from trivet.roles.tokenizer import Tokenizer
+    from trivet_schemas.outputs import BeamSearchOutput, RequestOutput
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 """Those that vLLM's benchmarks report."""
@@ -22,6 +24,20 @@ class BenchmarkFailedError(TrivetError):
     """Something failed while it was measured."""
 
     exit_code = 1
+
+
+class Subject(Protocol):
+    """What is measured: :class:`~trivet.LLM`, or :class:`~trivet.bench.streams.Streams`."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which does nothing else."""
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+
+    def generate(self, prompts: Any, params: Any, /, *, use_tqdm: Any) -> list[RequestOutput]:
+        """Run requests together; see :meth:`trivet.LLM.generate`."""
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -46,7 +62,7 @@ class Counter:
 
 
 def run_requests(
-    llm: LLM,
+    llm: Subject,
     requests: Sequence[BenchRequest],
     *,
     n: int = 1,
@@ -78,8 +94,32 @@ def run_requests(
         assert on_ended is not None
         return Counter(on_ended)
 
-    outputs = llm.generate(prompts, params, use_tqdm=make_bar if on_ended is not None else False)  # type: ignore[arg-type]
-    failed = [output for output in outputs if output.error is not None]
-    if failed:
-        raise BenchmarkFailedError(f"{len(failed)} of {len(outputs)} requests failed; the first: {failed[0].error}")
+    outputs = llm.generate(prompts, params, use_tqdm=make_bar if on_ended is not None else False)
+    _check([output.error for output in outputs])
     return outputs
+
+
+def search_beams(llm: LLM, requests: Sequence[BenchRequest], *, width: int) -> list[BeamSearchOutput]:
+    """Search for the likeliest outputs of requests of the same length, with the end of sequence ignored.
+
+    Args:
+        llm: An engine that does nothing else.
+        requests: What to run, at once.
+        width: Beams per request.
+
+    Raises:
+        BenchmarkFailedError: A search failed.
+    """
+    from trivet_schemas.sampling import BeamSearchParams
+
+    (output_len,) = {request.output_len for request in requests}
+    params = BeamSearchParams(beam_width=width, max_tokens=output_len, ignore_eos=True)
+    outputs = llm.beam_search([request.prompt_token_ids for request in requests], params)
+    _check([output.error for output in outputs])
+    return outputs
+
+
+def _check(errors: Sequence[str | None]) -> None:
+    failed = [error for error in errors if error is not None]
+    if failed:
+        raise BenchmarkFailedError(f"{len(failed)} of {len(errors)} requests failed; the first: {failed[0]}")

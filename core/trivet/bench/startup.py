@@ -41,11 +41,13 @@ class Start:
     first_token: float  #: of the first request, from its arrival
     phases: Mapping[str, float]
     page_cache: float | None
+    compilation: float = 0.0  #: of kernels, within the phases, as far as who compiles them says so
 
     @property
     def figures(self) -> dict[str, float]:
         """Name → seconds, the total first."""
-        return {"startup": self.startup, **self.phases, "first_token": self.first_token}
+        ends = {"compilation": self.compilation, "first_token": self.first_token}
+        return {"startup": self.startup, **self.phases, **ends}
 
 
 def measure_start(config: EngineConfig, temperature: Temperature) -> Start:
@@ -69,7 +71,8 @@ def measure_start(config: EngineConfig, temperature: Temperature) -> Start:
         answer, launched = _run_child(config, Path(folder) / "result.json", environment)
     interpreter = answer["began"] - launched
     phases = {"interpreter": interpreter, **{name: answer[name] for name in PHASES[1:]}}
-    return Start(interpreter + answer["engine"], answer["first_token"], phases, share)
+    startup = interpreter + answer["engine"]
+    return Start(startup, answer["first_token"], phases, share, answer["compilation"])
 
 
 def _run_child(config: EngineConfig, result: Path, environment: Mapping[str, str]) -> tuple[dict[str, Any], float]:
@@ -122,7 +125,7 @@ def measure_startup(
 
 def startup_report(starts: Mapping[Temperature, Sequence[Start]]) -> dict[str, Any]:
     """The keys of vLLM's ``bench startup`` (``avg_cold_startup_time``, ``cold_startup_times``,
-    ``cold_startup_percentiles``, the same for ``warm``), and such keys for every phase."""
+    ``cold_startup_percentiles``, the same for ``compilation`` and for ``warm``), and such keys for every phase."""
     report: dict[str, Any] = {}
     for temperature, each in starts.items():
         for name in each[0].figures if each else ():

@@ -11,7 +11,7 @@ from trivet.bench.runs import run_requests
 
 if TYPE_CHECKING:
     from trivet.bench.datasets import BenchRequest
-    from trivet.llm import LLM
+    from trivet.bench.runs import Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Throughput:
 
 
 def measure_throughput(
-    llm: LLM,
+    llm: Subject,
     requests: Sequence[BenchRequest],
     *,
     n: int = 1,

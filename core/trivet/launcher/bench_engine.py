@@ -1,4 +1,5 @@
-"""The engine of a benchmark: a file, ``--set``, and the flat arguments of engines as flags with vLLM's names."""
+"""The engine of a benchmark: a file, ``--set``, and the flat arguments of engines as flags with vLLM's names. Other
+arguments of vLLM's are accepted where they change nothing, see :mod:`trivet.launcher.bench_vllm`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 import typer
 
+from trivet.launcher import bench_vllm
 from trivet.launcher.errors import complain
 
 if TYPE_CHECKING:
@@ -71,7 +73,8 @@ def _switches() -> set[str]:
     from trivet_schemas.config import EngineConfig
 
     models = Catalog().option_models()
-    found = {name for name, field in EngineConfig.model_fields.items() if _is_switch(field.annotation)}
+    found = set(bench_vllm.SWITCHES)
+    found |= {name for name, field in EngineConfig.model_fields.items() if _is_switch(field.annotation)}
     for name, targets in known_flat_names().items():
         for role, option in targets:
             fields = [model.model_fields.get(option) for model in models.get(role, {}).values() if model is not None]
@@ -94,6 +97,8 @@ def _split(tokens: Sequence[str], switches: set[str]) -> tuple[list[tuple[str, s
         if not token.startswith("-"):
             words.append(token)
             continue
+        if bench_vllm.full_name(token[1:]) != token[1:]:
+            token = f"--{bench_vllm.full_name(token[1:])}"
         if not token.startswith("--"):
             raise typer.BadParameter(f"unknown option {token!r}: engine arguments begin with two hyphens")
         name, equals, text = token.removeprefix("--").partition("=")
@@ -125,11 +130,16 @@ def _own_options(context: typer.Context) -> list[str]:
 
 
 def _overrides(flags: Sequence[tuple[str, str | None]], known: set[str], own_options: Sequence[str]) -> Iterator[str]:
-    """The flags as texts of ``--set``."""
+    """The flags as texts of ``--set``; without those of vLLM's that ask for what happens anyway."""
     from trivet_schemas.errors import unknown_name
 
     for name, value in flags:
         flag = f"--{name.replace('_', '-')}"
+        if name not in known and bench_vllm.is_known(name):
+            problem = bench_vllm.problem(name, value)
+            if problem is not None:
+                raise typer.BadParameter(problem, param_hint=flag)
+            continue
         if name not in known:
             names = [*own_options, *(f"--{each.replace('_', '-')}" for each in known)]
             raise typer.BadParameter(unknown_name("option", flag, names))

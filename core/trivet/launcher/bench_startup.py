@@ -37,7 +37,8 @@ def startup(
     keys are those of vLLM's `bench startup`. A start counts from the launch of the process, imports included, until
     the engine takes requests. Before a cold one the model's files are dropped from memory, as far as the system does
     that, and compiled kernels are hidden, so that it compiles them anew, which counts where they are first needed: as
-    a rule under `load` or `allocate`. The first token's time, not part of the start, tells of what is left to then.
+    a rule under `load` or `allocate`; `compilation` is what the native kernels took of that. The first token's time,
+    not part of the start, tells of what is left to then.
     """
     from trivet.bench.startup import measure_startup, startup_report
 

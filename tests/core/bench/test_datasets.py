@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from trivet.bench.datasets import BenchRequest, check_lengths, random_requests, sharegpt_requests
+from trivet.bench.datasets import (
+    BenchRequest,
+    check_lengths,
+    prefix_repetition_requests,
+    random_requests,
+    sharegpt_requests,
+)
 from trivet.errors import TrivetError
 from trivet.testing.fakes import FakeTokenizer
 
@@ -35,6 +42,18 @@ def test_random_requests_depend_on_the_seed_alone() -> None:
     first, again, other = (random_requests(5, IDS, input_len=30, output_len=3, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
+
+
+def test_repeated_prefixes_are_shared_by_as_many_requests_each() -> None:
+    options = {"prefix_len": 6, "suffix_len": 3, "num_prefixes": 4, "output_len": 5}
+    requests = prefix_repetition_requests(22, IDS, **options, seed=1)
+    assert [(len(r.prompt_token_ids), r.output_len) for r in requests] == [(9, 5)] * 20
+    prefixes = [tuple(r.prompt_token_ids[:6]) for r in requests]
+    assert sorted(Counter(prefixes).values()) == [5] * 4
+    assert prefixes != sorted(prefixes, key=prefixes.index), "in random order"
+    assert len({tuple(r.prompt_token_ids[6:]) for r in requests}) > 15
+    assert requests == prefix_repetition_requests(22, IDS, **options, seed=1)
+    assert requests != prefix_repetition_requests(22, IDS, **options, seed=2)
 
 
 def conversations(path: Path, *turns: tuple[str, ...]) -> Path:

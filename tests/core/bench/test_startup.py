@@ -106,9 +106,9 @@ def test_what_is_in_memory_of_a_file_is_told_and_dropped(tmp_path: Path) -> None
 
 def test_a_report_has_the_keys_of_vllm_for_every_figure() -> None:
     phases = dict(zip(PHASES, (0.1, 0.2, 0.3, 0.4, 0.5), strict=True))
-    starts = [Start(1.5, 0.1, phases, 0.25), Start(2.5, 0.3, phases, None)]
+    starts = [Start(1.5, 0.1, phases, 0.25, 0.75), Start(2.5, 0.3, phases, None)]
     report = startup_report({"cold": starts, "warm": []})
-    names = ["startup", *PHASES, "first_token"]
+    names = ["startup", "compilation", *PHASES, "first_token"]
     assert set(report) == {
         "cold_page_cache_shares",
         *(f"avg_cold_{name}_time" for name in names),
@@ -117,6 +117,7 @@ def test_a_report_has_the_keys_of_vllm_for_every_figure() -> None:
     }
     assert report["avg_cold_startup_time"] == 2
     assert report["cold_startup_times"] == [1.5, 2.5]
+    assert report["cold_compilation_times"] == [0.75, 0]
     assert list(report["cold_first_token_percentiles"]) == ["10", "25", "50", "75", "90", "99"]
     assert report["cold_first_token_percentiles"]["50"] == pytest.approx(0.2)
     assert report["cold_page_cache_shares"] == [0.25, None]

@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 from launcher_kit import Run, Site
 
+from trivet.launcher import bench_vllm
+from trivet.registry import known_flat_names
+from trivet.roles.base import CARDINALITY
+from trivet_schemas.config import EngineConfig
+
 SMALL = ("--input-len", 5, "--output-len", 3, "--num-iters-warmup", 0, "--num-iters", 1)
 
 TELLER = """
@@ -59,6 +64,34 @@ def test_switches_take_no_value_and_can_be_switched_off(told: Any) -> None:
     assert (on["prefix_caching"], on["trust_remote_code"]) == (True, True)
     off = told("--no-enable-prefix-caching", "CONFIG")
     assert (off["prefix_caching"], off["trust_remote_code"]) == (False, False)
+
+
+def test_arguments_of_vllms_that_ask_for_what_happens_anyway_change_nothing(told: Any) -> None:
+    plain = told("CONFIG", "--max-num-seqs", 9)
+    sizes = ("--tensor-parallel-size", 1, "-pp", 1, "--data_parallel_size=1", "--cpu-offload-gb", 0)
+    kinds = (
+        "--load-format",
+        "auto",
+        "--tokenizer-mode=auto",
+        "--runner",
+        "generate",
+        "--logprobs-mode",
+        "raw_logprobs",
+    )
+    switches = ("--disable-log-stats", "--enable-chunked-prefill", "--no-enable-lora", "--no-enable-expert-parallel")
+    assert told(*switches, "CONFIG", *sizes, "--max-num-seqs", 9, *kinds) == plain
+
+
+def test_every_argument_of_vllms_is_known_or_trivets_own() -> None:
+    """None is in both lists, so that none is refused here that has a meaning of its own."""
+    own = {*EngineConfig.model_fields, *known_flat_names()}
+    assert not [name for name in own if bench_vllm.is_known(name)]
+    assert all(bench_vllm.is_known(name) for name in (*bench_vllm._SAME, *bench_vllm._WHERE, *bench_vllm._ON))
+    assert all(bench_vllm.is_known(name) for name in bench_vllm._SHORT.values())
+    roles = {text.split()[0].split(".")[1] for text in bench_vllm._WHERE.values() if text.startswith("plugins.")}
+    assert roles <= CARDINALITY.keys()
+    flags = {word.strip(",;") for text in bench_vllm._WHERE.values() for word in text.split() if word.startswith("--")}
+    assert {flag[2:].replace("-", "_") for flag in flags} <= own
 
 
 def test_the_model_and_the_seed_of_the_file_are_replaced(told: Any) -> None:
@@ -112,9 +145,18 @@ def test_a_plugin_that_is_selected_may_declare_flags(run: Run, site: Site) -> No
         (("CONFIG", "b.yaml"), "CONFIG: one configuration file is taken"),
         (("CONFIG", "--max-num-sqs", 4), "unknown option '--max-num-sqs'; did you mean '--max-num-seqs'?"),
         (("CONFIG", "--num-iter", 4), "unknown option '--num-iter'; did you mean '--num-iters'?"),
-        (("CONFIG", "--profile"), "unknown option '--profile'"),
-        (("CONFIG", "--plugins", "x"), "unknown option '--plugins'"),
+        (("CONFIG", "--profile"), "--profile: an option of vLLM's that is not here"),
         (("CONFIG", "-x"), "unknown option '-x'"),
+        (
+            ("CONFIG", "-tp", 2),
+            "--tensor-parallel-size: an option of vLLM's that is not here: one process serves the model; 1 is accepted",
+        ),
+        (("CONFIG", "--load-format", "dummy"), "the files of the model decide: safetensors or GGUF; auto is accepted"),
+        (("CONFIG", "--hf-token"), "--hf-token: an option of vLLM's that is not here: log in with `hf auth login`"),
+        (("CONFIG", "--enable-lora"), "--enable-lora: an option of vLLM's that is not here"),
+        (("CONFIG", "--no-enable-chunked-prefill"), "prompts longer than --max-num-batched-tokens are always cut"),
+        (("CONFIG", "--attention-backend=FLASHINFER"), "plugins.attention chooses the attention"),
+        (("CONFIG", "--plugins", "x"), "unknown option '--plugins'"),
         (("CONFIG", "--max-num-seqs"), "--max-num-seqs: needs a value"),
         (("CONFIG", "--max-num-seqs", 0), "plugins.scheduler.max_num_seqs"),
         (("CONFIG", "--dtype", "int3"), "dtype"),

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from launcher_kit import Result, Run, Site
 
+from trivet.llm import LLM
+from trivet_schemas.outputs import BeamSearchOutput
+
 #: what vLLM's benchmarks write
 THROUGHPUT_KEYS = {
     "model_id",
@@ -98,6 +101,70 @@ def test_a_batch_that_does_not_run_at_once_is_pointed_out(run: Run, site: Site) 
     assert "--batch-size 4 with --n 2 is more than max_num_seqs 7" in result.err
 
 
+def test_beams_are_searched_for(run: Run, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[BeamSearchOutput]] = []
+    search = LLM.beam_search
+
+    def noted(self: LLM, *arguments: Any, **options: Any) -> list[BeamSearchOutput]:
+        outputs = search(self, *arguments, **options)
+        found.append(outputs)
+        return outputs
+
+    monkeypatch.setattr(LLM, "beam_search", noted)
+    out = tmp_path / "out.json"
+    options = ("--input-len", 5, "--output-len", 4, "--batch-size", 3, "--num-iters-warmup", 1, "--num-iters", 2)
+    command = ("bench", "latency", site.config(), *options, "--n", 2, "--use-beam-search", "--output-json", out)
+    assert len(report(run(*command), out)["latencies"]) == 2
+    assert [[len(output.sequences) for output in outputs] for outputs in found] == [[2, 2, 2]] * 3
+    lengths = {len(sequence.tokens) for outputs in found for output in outputs for sequence in output.sequences}
+    assert lengths == {5 + 4}, "a prompt and its output, whatever ends a sequence"
+
+
+def test_prefixes_are_repeated(run: Run, site: Site, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    lengths = {"prefix-len": 7, "suffix-len": 3, "num-prefixes": 2, "output-len": 4}
+    options = [part for name, value in lengths.items() for part in (f"--prefix-repetition-{name}", value)]
+    command = ("bench", "throughput", site.config(), "--dataset-name", "prefix_repetition", "--num-prompts", 7)
+    found = report(run(*command, *options, "--num-warmups", 1, "--output-json", out), out)
+    assert (found["num_requests"], found["total_prompt_tokens"], found["total_output_tokens"]) == (6, 60, 24)
+
+
+def test_the_async_engine_runs_the_same_requests(run: Run, site: Site, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ("--input-len", 9, "--output-len", 4, "--num-prompts", 7, "--n", 2, "--num-warmups", 2)
+    command = ("bench", "throughput", site.config(), *options, "--backend", "vllm", "--async-engine")
+    found = report(run(*command, "--output-json", out), out)
+    assert (found["num_requests"], found["total_prompt_tokens"], found["total_output_tokens"]) == (7, 63, 56)
+    turns = [{"value": "how are you"}, {"value": "very well"}]
+    data = site.write("talk.json", json.dumps([{"conversations": turns}]))
+    found = report(
+        run(
+            *command[:3],
+            "--async-engine",
+            "--dataset-path",
+            data,
+            "--num-prompts",
+            2,
+            "--custom-output-len",
+            5,
+            "--output-json",
+            out,
+        ),
+        out,
+    )
+    assert (found["num_requests"], found["total_output_tokens"]) == (2, 10)
+
+
+def test_a_request_that_fails_ends_a_benchmark_of_the_async_engine_too(run: Run, site: Site) -> None:
+    config = site.config(plugins=site.spoil("a"), model={"vocab_size": 2, "eos_token_ids": [1]})
+    result = run("bench", "throughput", config, "--input-len", 5, "--output-len", 3, "--async-engine")
+    assert result.code == 1
+    assert "requests failed; the first:" in result.err
+    refused = run("bench", "throughput", site.config(max_num_seqs=0), "--async-engine")
+    assert refused.code == 2
+    assert "Traceback" not in refused.err
+
+
 @pytest.mark.parametrize("command", ["throughput", "latency"])
 def test_a_request_that_fails_ends_the_benchmark(run: Run, site: Site, tmp_path: Path, command: str) -> None:
     config = site.config(plugins=site.spoil("a"), model={"vocab_size": 2, "eos_token_ids": [1]})
@@ -112,7 +179,6 @@ def test_a_request_that_fails_ends_the_benchmark(run: Run, site: Site, tmp_path:
 @pytest.mark.parametrize(
     ("command", "arguments", "named"),
     [
-        ("latency", ("--use-beam-search",), "--use-beam-search: this engine has no beam search"),
         ("latency", ("--num-iters", 0), "--num-iters"),
         ("latency", ("--input-len", 500, "--output-len", 13), "--input-len and --output-len"),
         ("latency", ("--num-iters", -3), "--num-iters"),
@@ -130,6 +196,33 @@ def test_a_request_that_fails_ends_the_benchmark(run: Run, site: Site, tmp_path:
         ("throughput", ("--dataset-path", "x.json"), "--dataset-path: x.json cannot be read"),
         ("throughput", ("--dataset-path", "x.json", "--input-len", 5), "--input-len: goes with random requests only"),
         ("throughput", ("--no-oversample",), "--no-oversample: goes with a file only"),
+        ("throughput", ("--custom-output-len", 4), "--custom-output-len: goes with a file only"),
+        ("throughput", ("--backend", "hf"), "--backend: 'hf' is one of vLLM's backends that is not here"),
+        (
+            "throughput",
+            ("--prefix-repetition-prefix-len", 4),
+            "--prefix-repetition-prefix-len: goes with --dataset-name prefix_repetition only",
+        ),
+        (
+            "throughput",
+            ("--dataset-name", "prefix_repetition", "--num-prompts", 9),
+            "--num-prompts: 9 requests are fewer than the 10 prefixes",
+        ),
+        (
+            "throughput",
+            ("--dataset-name", "prefix_repetition"),
+            "a prompt of 512 tokens and 128 to generate are 640 together",
+        ),
+        (
+            "throughput",
+            ("--dataset-name", "prefix_repetition", "--dataset-path", "x.json"),
+            "--dataset-path: prefix_repetition requests come from no file",
+        ),
+        (
+            "throughput",
+            ("--dataset-path", "x.json", "--output-len", 4, "--custom-output-len", 5),
+            "--output-len: 4 contradicts --custom-output-len 5",
+        ),
         ("throughput", ("--random-range-ratio", "1"), "--random-range-ratio: must be at least 0 and less than 1"),
         ("throughput", ("--random-range-ratio", "a"), "--random-range-ratio: must be a number"),
         ("throughput", ("--random-range-ratio", '{"input": 0.1}'), "--random-range-ratio: must be a number"),

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from launcher_kit import Run, Site
 
-#: what vLLM's benchmark writes of whole starts
+#: what vLLM's benchmark writes
 VLLM_KEYS = {
     f"{key}"
     for temperature in ("cold", "warm")
+    for figure in ("startup", "compilation")
     for key in (
-        f"avg_{temperature}_startup_time",
-        f"{temperature}_startup_times",
-        f"{temperature}_startup_percentiles",
+        f"avg_{temperature}_{figure}_time",
+        f"{temperature}_{figure}_times",
+        f"{temperature}_{figure}_percentiles",
     )
 }
 PHASES = ("interpreter", "imports", "plugins", "load", "allocate")
@@ -40,11 +41,14 @@ def test_starts_are_measured_in_processes_of_their_own(run: Run, site: Site, tmp
     site.plugin(
         "teller",
         f"""
+        import logging
         import os
         from pathlib import Path
 
         @hookimpl
         def trivet_engine_started(context):
+            for seconds in (0.25, 0.5):
+                logging.getLogger("trivet.kernels").info("compiled", extra={{"compile_seconds": seconds}})
             with Path({str(tmp_path / "pids")!r}).open("a") as file:
                 print(os.getpid(), os.environ.get("TRITON_CACHE_DIR"), file=file)
             print("a plugin that prints")
@@ -64,6 +68,7 @@ def test_starts_are_measured_in_processes_of_their_own(run: Run, site: Site, tmp
         assert found[f"avg_{temperature}_startup_time"] == pytest.approx(phases)
         assert all(found[f"avg_{temperature}_{phase}_time"] >= 0 for phase in PHASES)
         assert found[f"avg_{temperature}_first_token_time"] > 0
+        assert set(found[f"{temperature}_compilation_times"]) == {0.75}
         assert list(found[f"{temperature}_load_percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
