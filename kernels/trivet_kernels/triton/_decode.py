@@ -207,16 +207,17 @@ def decode_kernel(
                 result.to(out.dtype.element_ty),
                 mask=valid[:, None] & (offs_v < v_head_dim)[None, :],
             )
-        else:
-            result = finish(acc, top, total, head, valid, None, scale_out)
-            slot = (row.to(tl.int64) * num_heads + head) * slots + token * parts + part
-            tl.store(
-                part_out + (slot * v_head_dim)[:, None] + offs_v[None, :],
-                result,
-                mask=valid[:, None] & (offs_v < v_head_dim)[None, :],
-            )
-            seen = total != 0.0
-            tl.store(part_sum + slot, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), top), mask=valid)
+        # Decided when compiling: where no row may have several parts, there is no memory for them to be written to.
+        if part_out is not None:  # noqa: SIM102
+            if parts != 1:
+                slot = (row.to(tl.int64) * num_heads + head) * slots + token * parts + part
+                tl.store(
+                    part_out + (slot * v_head_dim)[:, None] + offs_v[None, :],
+                    finish(acc, top, total, head, valid, None, scale_out),
+                    mask=valid[:, None] & (offs_v < v_head_dim)[None, :],
+                )
+                seen = total != 0.0
+                tl.store(part_sum + slot, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), top), mask=valid)
 
 
 @jit(unspecialized=("slots", "max_queries", "queries", "window"))

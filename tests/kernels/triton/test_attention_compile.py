@@ -42,8 +42,10 @@ def compiled(
     softcap: bool = False,
     given: tuple[str, ...] = (),
     queries: int = 1,
+    parts: bool = True,
 ) -> Compiled:
-    """A kernel as a launch with the default tiles would have it; ``given`` are the optional tensors."""
+    """A kernel as a launch with the default tiles would have it; ``given`` are the optional tensors, and ``parts`` says
+    whether a decode's rows may be cut."""
     kv_dtype, v_head_dim = kv_dtype or dtype, v_head_dim or head_dim
     shape = Shape(head_dim, v_head_dim, kv_heads, group, _LONG[dtype], _LONG[kv_dtype], span != "full", target)
     tiles = default_tiles(shape)
@@ -74,7 +76,10 @@ def compiled(
         signature |= dict.fromkeys(("num_rows", "min_queries"), "i32")
     else:
         tile = tiles.decode_tile(tiles.decode_rows(group, queries))
-        signature |= {"part_out": "*fp32", "part_sum": "*fp32"}
+        if parts:
+            signature |= {"part_out": "*fp32", "part_sum": "*fp32"}
+        else:
+            constants |= {"part_out": None, "part_sum": None}
         signature |= dict.fromkeys(("slots", "max_queries", "q_tiles"), "i32")
         constants |= {"max_parts": tiles.max_parts(kv_heads), "min_keys": tiles.min_keys}
     constants |= {"heads": min(group, tile.block_m), "block_m": tile.block_m, "block_n": tile.block_n}
@@ -97,6 +102,11 @@ def check(record: Compiled) -> None:
 @pytest.mark.parametrize("kernel", ["prefill", "decode"])
 def test_the_usual_model(target: str, kernel: str) -> None:
     check(compiled(target, kernel))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_decodes_of_rows_too_short_to_be_cut(target: str) -> None:
+    check(compiled(target, "decode", parts=False))
 
 
 #: layers as they come: Gemma 2 and 3, GPT-OSS, Phi-3, BLOOM, drafts under verification, 8-bit caches
@@ -150,4 +160,27 @@ def test_cache_writes(target: str, cache: str) -> None:
     constants |= {"kind": "none" if cache == "bf16" else "e4m3"}
     kernel = "trivet_kernels.triton.cache:write_kernel"
     record = compile_for(kernel, signature, constants, target, unaligned=("token_stride", "scale_stride"))
+    assert record.spills == 0
+
+
+#: which side of a copy has an index, or None where there is no source
+_COPIES = {"gather": "source_index", "scatter": "target_index", "zeros": None}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", _COPIES)
+def test_cache_copies(target: str, kind: str) -> None:
+    strides = ("source_stride", "target_stride", "index_stride", "target_index_stride", "source_outer", "target_outer")
+    signature = {"source": "*i16", "target": "*i16", "source_index": "*i64", "target_index": "*i64"}
+    signature |= dict.fromkeys(strides, "i32")
+    constants: dict[str, Any] = {"size": 1024, "source_inner": 1024, "target_inner": 1024, "piece": 1024}
+    given = {"target", *strides, *({"source", _COPIES[kind]} if kind != "zeros" else {"target_index"})}
+    constants |= {name: None for name in signature if name not in given}
+    record = compile_for(
+        "trivet_kernels.triton.cache:copy_kernel",
+        {name: kind for name, kind in signature.items() if name in given},
+        constants,
+        target,
+        unaligned=strides[2:],
+    )
     assert record.spills == 0
