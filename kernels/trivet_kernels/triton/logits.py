@@ -1,4 +1,4 @@
-"""Changing logits on a GPU in place: masks, biases, penalties and temperatures, one launch each."""
+"""Changing logits on a GPU in place: masks, biases and penalties, one launch each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _WORDS = 32
 _TOKENS = 128
-_COLUMNS = 2048
 
 
 @jit(unspecialized=("num_words",))
@@ -90,20 +89,6 @@ def penalty_kernel(
     tl.store(at, values, mask=inside)
 
 
-@jit()
-def temperature_kernel(
-    logits: tl.tensor, temperatures: tl.tensor, row_stride: tl.tensor, vocab_size: tl.tensor, block: tl.constexpr
-) -> None:
-    """Divide a block of a row by its temperature, unless that is 0 or 1."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    if (temperature != 0.0) & (temperature != 1.0):
-        ids = tl.program_id(1) * block + tl.arange(0, block)
-        at = logits + row * row_stride + ids
-        values = tl.load(at, mask=ids < vocab_size, other=0.0)
-        tl.store(at, tl.div_rn(values, temperature), mask=ids < vocab_size)
-
-
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> None:
     """:func:`trivet_kernels.reference.sampling.apply_bitmask`, for float32, bfloat16 and float16 logits."""
     if logits.numel():
@@ -145,13 +130,4 @@ def apply_penalties(
             logits.stride(0),
             block=_TOKENS,
             num_warps=1,
-        )
-
-
-def apply_temperature(logits: Tensor, temperature: Tensor) -> None:
-    """Divide rows of ``logits`` ``[n, vocab_size]`` float32 by ``temperature`` ``[n]`` float32; 0 leaves a row."""
-    if logits.numel():
-        size = logits.shape[1]
-        temperature_kernel[(len(logits), triton.cdiv(size, _COLUMNS))](
-            logits, temperature, logits.stride(0), size, block=_COLUMNS, num_warps=4
         )

@@ -1,4 +1,4 @@
-"""Masks, biases, penalties and temperatures in Triton against plain PyTorch."""
+"""Masks, biases and penalties in Triton against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -72,18 +72,9 @@ def test_penalties_of_many_rows() -> None:
     assert torch.equal(logits[untouched], random(6, 1500)[untouched])
 
 
-def test_temperatures_divide_rows_that_have_one() -> None:
-    logits = random(4, 2500)
-    temperature = torch.tensor([0.0, 0.7, 1.0, 1e-3])
-    expected = logits / torch.where(temperature == 0, 1.0, temperature)[:, None]
-    kernels.apply_temperature(logits, temperature)
-    assert torch.equal(logits, expected)
-
-
 def test_nothing_to_change() -> None:
     empty = torch.empty(0, 10)
     kernels.apply_bitmask(empty, torch.empty(0, 1, dtype=torch.int32))
-    kernels.apply_temperature(empty, torch.empty(0))
     none = sparse(10, [0], [0])
     logits = random(1, 10)
     kernels.add_bias(logits, none, torch.empty(0))
@@ -98,11 +89,6 @@ CASES = {
     "bitmask_kernel": ({"logits": "*fp32", "num_words": "i32"} | MASK, {"words": 32}, 4),
     "bias_kernel": (TOKENS | {"bias": "*fp32"}, {"block": 128}, 1),
     "penalty_kernel": (TOKENS | PENALTIES, {"block": 128}, 1),
-    "temperature_kernel": (
-        {"logits": "*fp32", "temperatures": "*fp32", "row_stride": "i32", "vocab_size": "i32"},
-        {"block": 2048},
-        4,
-    ),
 }
 
 
