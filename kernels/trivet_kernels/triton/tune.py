@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -131,25 +133,36 @@ def default_tiles(shape: Shape) -> Tiles:
 
 
 def candidates(shape: Shape) -> list[Tiles]:
-    """What is worth measuring for a shape; the default comes first."""
+    """What is worth measuring for a shape, about a dozen; the default comes first."""
     base = default_tiles(shape)
+    amd = shape.arch.startswith("gfx")
+    stages = (1, 2) if amd else (2, 3)
     prefills = [
         Tile(block_m, block_n, num_warps, num_stages)
-        for block_m in (64, 128)
-        for block_n in (32, 64, 128)
-        for num_warps in (4, 8)
-        for num_stages in ((1, 2) if shape.arch.startswith("gfx") else (2, 3, 4))
+        for block_m, block_n, num_warps, num_stages in (
+            (128, 64, 8, stages[0]),
+            (128, 128, 8, stages[0]),
+            (128, 64, 4, stages[1]),
+            (64, 64, 4, stages[1]),
+            (64, 128, 4, stages[0]),
+            (128, 32, 8, stages[1]),
+        )
+        # Four warps have no registers for more sums.
         if block_m * shape.block_d <= 128 * 128 or num_warps == 8
     ]
     decodes = [
         Tile(0, block_n, num_warps, num_stages)
-        for block_n in (32, 64, 128)
-        for num_warps in (2, 4)
-        for num_stages in ((1, 2) if shape.arch.startswith("gfx") else (2, 3, 4))
+        for block_n, num_warps, num_stages in (
+            (64, 4, stages[0]),
+            (64, 2, stages[1]),
+            (32, 4, 2 if amd else 4),
+            (128, 4, stages[0]),
+        )
     ]
     tried = [base]
     tried += [replace(base, prefill=tile) for tile in prefills if tile != base.prefill]
     tried += [replace(base, decode=tile) for tile in decodes if tile != base.decode]
+    tried += [replace(base, min_keys=keys) for keys in (128, 512)]
     return tried
 
 
@@ -157,16 +170,22 @@ def choose(
     options: Iterable[Tiles],
     measure_prefill: Callable[[Tiles], float],
     measure_decode: Callable[[Tiles], float],
+    *,
+    limit: float = math.inf,
 ) -> Tiles:
     """The fastest tiles for both kernels, of ``options`` whose first is the default.
 
     The measuring functions return seconds, and raise ``triton.runtime.errors.OutOfResources`` for what a device cannot
-    hold, which is passed over.
+    hold, which is passed over. After ``limit`` seconds nothing more is measured: the best so far is returned.
     """
+    end = time.monotonic() + limit
     chosen, *rest = options
     best_prefill, best_decode = measure_prefill(chosen), measure_decode(chosen)
     default = chosen
-    for tiles in rest:
+    for count, tiles in enumerate(rest):
+        if time.monotonic() >= end:
+            logger.debug("%d of %d tiles were measured in %g s", count + 1, len(rest) + 1, limit)
+            break
         try:
             if tiles.prefill != default.prefill:
                 seconds = measure_prefill(tiles)
@@ -175,7 +194,7 @@ def choose(
             else:
                 seconds = measure_decode(tiles)
                 if seconds < best_decode:
-                    best_decode, chosen = seconds, replace(chosen, decode=tiles.decode)
+                    best_decode, chosen = seconds, replace(chosen, decode=tiles.decode, min_keys=tiles.min_keys)
         except triton.runtime.errors.OutOfResources as exc:
             logger.debug("tiles %s do not fit: %s", tiles, exc)
     return chosen

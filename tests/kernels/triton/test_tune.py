@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from triton.runtime.errors import OutOfResources
 
+from trivet_kernels.triton import measure, tune
+from trivet_kernels.triton.attention import shape_of
 from trivet_kernels.triton.tune import Shape, Tile, TileCache, Tiles, candidates, choose, default_tiles
 
 SHAPE = Shape(128, 128, 8, 4, "bfloat16", "bfloat16", False, "sm_90")
@@ -19,13 +25,16 @@ OTHER = Tiles(Tile(64, 32, 4, 2), Tile(0, 128, 2, 4))
 def test_the_fastest_of_both_kernels_is_chosen() -> None:
     options = candidates(SHAPE)
     assert options[0] == default_tiles(SHAPE)
-    prefill, decode = options[3].prefill, options[-2].decode
-    chosen = choose(
-        options,
-        lambda tiles: 0.5 if tiles.prefill == prefill else 1.0,
-        lambda tiles: 0.5 if tiles.decode == decode else 1.0,
+    assert 10 <= len(options) == len(set(options)) <= 16
+    prefill, decode, keys = (
+        next(tiles for tiles in options[3:] if getattr(tiles, name) != getattr(options[0], name))
+        for name in ("prefill", "decode", "min_keys")
     )
-    assert (chosen.prefill, chosen.decode) == (prefill, decode)
+    prefills = dict.fromkeys(options, 1.0) | {prefill: 0.5}
+    for fastest in (decode, keys):
+        decodes = dict.fromkeys(options, 1.0) | {fastest: 0.5}
+        chosen = choose(options, prefills.__getitem__, decodes.__getitem__)
+        assert chosen == replace(fastest, prefill=prefill.prefill)
 
 
 def test_what_a_device_cannot_hold_is_passed_over() -> None:
@@ -37,6 +46,59 @@ def test_what_a_device_cannot_hold_is_passed_over() -> None:
         return 1.0
 
     assert choose(options, measure, measure) == options[0]
+
+
+def test_when_time_is_up_the_best_so_far_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = candidates(SHAPE)
+    now = 0.0
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now)
+
+    def measure(tiles: Tiles) -> float:
+        nonlocal now
+        now += 1.0
+        return -now  # each is faster than all before it
+
+    # The default takes two measurements, and each other candidate one.
+    assert choose(options, measure, measure, limit=4.5).prefill == options[3].prefill
+    assert choose(options, measure, measure, limit=0.0) == options[0]
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_measuring_runs_every_candidate_on_calls_of_the_shape(monkeypatch: pytest.MonkeyPatch, windowed: bool) -> None:
+    """With a clock in place of a device's, whose times depend on nothing but the tiles."""
+    shape = Shape(16, 24, 2, 3, "float32", "float32", windowed, "interpreter")
+    wanted = candidates(shape)
+    ran: list[tuple[int, Tiles]] = []
+
+    def run(**call: Any) -> None:
+        assert shape_of(call["query"], call["key_cache"], call["value_cache"], call["window"]) == shape
+        assert call["key_cache"].shape[1] == 8
+        ran.append((call["max_query_len"], call["tiles"]))
+        attend(**call)
+
+    def clock(calls: Sequence[Callable[[], object]]) -> float:
+        for call in calls:
+            call()
+        queries, tiles = ran[-1]
+        return 0.5 if tiles == (wanted[-1] if queries == 1 else wanted[2]) else 1.0
+
+    attend = measure.paged_attention
+    monkeypatch.setattr(measure, "_CONTEXT", 20)
+    monkeypatch.setattr(measure, "_DECODES", 2)
+    monkeypatch.setattr(measure, "paged_attention", run)
+    monkeypatch.setattr(measure, "graph_seconds", clock)
+    chosen = measure.measured_tiles(shape, 8, torch.device("cpu"))
+    assert {tiles for _, tiles in ran} == set(wanted)
+    assert {queries for queries, _ in ran} == {1, 20}
+    assert chosen == replace(wanted[-1], prefill=wanted[2].prefill)
+
+
+def test_small_data_is_copied_until_no_cache_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 << 20))
+    device = torch.device("cuda", 0)
+    assert measure.copies_for(1 << 30, device) == 1
+    assert measure.copies_for(100 << 20, device) == 4
+    assert measure.copies_for(1, device) == 32
 
 
 def test_a_choice_is_found_again_by_its_class(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,11 @@ from torch import Tensor
 from trivet.errors import PluginError
 from trivet.roles import AttentionExtras, AttentionMetadata, KVGroup, KVLayout, KVStorage, LayerKVSpec
 from trivet_kernels.reference.oracle import paged_attention_oracle
+from trivet_kernels.triton import measure as measure_module
+from trivet_kernels.triton.tune import Shape, Tile, Tiles
 from trivet_triton_attention import attention as module
 from trivet_triton_attention.attention import TritonAttention
+from trivet_triton_attention.options import TritonAttentionOptions
 from trivet_triton_attention.plugin import trivet_providers
 
 BLOCK, BLOCKS = 4, 12
@@ -26,9 +32,12 @@ def spec(layer: int, **changes: object) -> LayerKVSpec:
     return LayerKVSpec(layer=layer, **given)
 
 
-def build(specs: list[LayerKVSpec], storage: list[tuple[int, ...]] | None = None) -> TritonAttention:
+def build(
+    specs: list[LayerKVSpec], storage: list[tuple[int, ...]] | None = None, device: str = "cpu", **options: bool
+) -> TritonAttention:
     layers = tuple(range(len(specs)))
-    attention = TritonAttention(SimpleNamespace(device="cpu"))
+    attention = TritonAttention(SimpleNamespace(device=device), TritonAttentionOptions(**options))
+    attention._context.device = "cpu"
     attention.allocate(
         KVLayout(
             specs=tuple(specs),
@@ -180,6 +189,50 @@ def test_blocks_and_tokens_are_moved_in_every_layer() -> None:
         assert not keys[1].any()
         assert torch.equal(keys[3], first)
         assert torch.equal(keys[4, 1], second[0])
+
+
+def test_tiles_are_measured_once_per_class_of_shapes_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a device that is named but not there: what is measured is another's matter."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "runs_here", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    measured, used = [], []
+    found = Tiles(Tile(16, 16, 4, 1), Tile(0, 16, 4, 1), min_keys=16)
+
+    def measure(shape: Shape, block_size: int, device: torch.device) -> Tiles:
+        measured.append((shape.windowed, block_size, device))
+        return found
+
+    def attend(query: Tensor, *args: Any, tiles: Tiles, **given: Any) -> Tensor:
+        used.append(tiles)
+        return query
+
+    monkeypatch.setattr(measure_module, "measured_tiles", measure)
+    monkeypatch.setattr(module, "paged_attention", attend)
+    meta = metadata([(2, 2, [1])])
+    query, key, value = tokens(2, 4, 1), tokens(2, seed=2), tokens(2, seed=3)
+
+    def run(attention: TritonAttention) -> None:
+        for layer, window in ((0, None), (1, None), (0, 3), (0, None)):
+            attention.forward(layer, query, key, value, meta, scale=0.5, window=window)
+
+    capturing = True
+    build_two = functools.partial(build, [spec(0), spec(1)], [(0,), (1,)], device="cuda")
+    run(build_two(autotune=True))
+    assert not measured, "a graph is being recorded, which nothing may be measured in"
+    assert found not in used
+    capturing = False
+    used.clear()
+    run(build_two(autotune=True))
+    assert measured == [(False, BLOCK, torch.device("cpu")), (True, BLOCK, torch.device("cpu"))]
+    run(build_two(autotune=True))
+    assert len(measured) == 2, "what was measured by another provider is in the file"
+    assert used == [found] * 8
+    used.clear()
+    run(build_two(autotune=False))
+    assert len(measured) == 2
+    assert found not in used
 
 
 def test_support_says_what_it_serves() -> None:
