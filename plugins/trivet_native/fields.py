@@ -130,14 +130,30 @@ def problem(config: Mapping[str, Any], *, known: Collection[str] | None = None) 
     architectures = config.get("architectures") or [family.architecture]
     if not {family.architecture, family.classifier} & set(architectures):
         return f"its architectures {architectures!r} are neither {family.architecture} nor {family.classifier}"
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-        return f"its weights are quantised{f' in {method}' if method else ''} (quantization_config)"
+    if reason := _quantization_problem(config.get("quantization_config")):
+        return reason
     for name, value in config.items():
         understood = name in family.fields or name in _NEUTRAL or name.startswith("_") or name.endswith("_token_id")
         if not understood and value is not None and (known is None or name in known):
             return f"its field {name} ({value!r}) is not known here"
     return _activation_problem(family, config) or _rope_problem(family, config) or _layer_problem(config)
+
+
+def _quantization_problem(given: Any) -> str | None:
+    """Weights must be plain; a checkpoint that was calibrated for a cache of 8-bit floats alone says so here too."""
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    if method == "compressed-tensors" and not given.get("config_groups"):
+        return None
+    if method == "modelopt" and given.get("quant_algo", "") is None:
+        return None
+    if method == "mxfp4":
+        return (
+            "its experts are stored in MXFP4 (quantization_config), which native does not read; the transformers model "
+            "does, and makes bfloat16 of them where it has no kernels for them; native takes a copy in bfloat16"
+        )
+    return f"its weights are quantised{f' in {method}' if method else ''} (quantization_config)"
 
 
 def _activation_problem(family: Family, config: Mapping[str, Any]) -> str | None:

@@ -22,6 +22,7 @@ from trivet_native.fields import FAMILIES
 from trivet_native.loading import Loader
 from trivet_native.planning import plan_decoder
 from trivet_native.rope import rope_table
+from trivet_native.scales import cache_scales
 from trivet_torch.allocator import Trimmer
 from trivet_torch.dtypes import resolve_dtype
 from trivet_torch.rope import context_length
@@ -31,7 +32,7 @@ from trivet_torch.weights.stored import open_weights
 if TYPE_CHECKING:
     from trivet.context import WorkerContext
     from trivet.plan import Int32, NewRequest
-    from trivet.roles import Attention, AttentionMetadata, KVLayout
+    from trivet.roles import Attention, AttentionExtras, AttentionMetadata, KVLayout
     from trivet_kernels.ops import Ops
     from trivet_native.options import NativeOptions
     from trivet_native.spec import DecoderSpec, LayerSpec
@@ -98,6 +99,7 @@ class NativeModel(Model):
         self._layers = [_limited(layer, self._max_len) for layer in spec.layers]
         self._score: torch.Tensor | None = None
         self._pooling: dict[int, int] = {}
+        self._scales = cache_scales(weights, len(spec.layers), spec.num_kv_heads, device)
         self._decoder = self._build(weights, device)
         self.capturable = self._can_be_recorded(device)
         return ModelInfo(
@@ -174,7 +176,15 @@ class NativeModel(Model):
     def kv_specs(self) -> list[LayerKVSpec]:
         spec = self._spec
         return [
-            LayerKVSpec(index, layer.kind, spec.num_kv_heads, spec.head_dim, self._dtype_name, layer.window)
+            LayerKVSpec(
+                index,
+                layer.kind,
+                spec.num_kv_heads,
+                spec.head_dim,
+                self._dtype_name,
+                layer.window,
+                needs=() if self._scales[index] is None else ("key_scale", "value_scale"),
+            )
             for index, layer in enumerate(self._layers)
         ]
 
@@ -182,6 +192,9 @@ class NativeModel(Model):
         self._attention = attention
         groups = {layer: group.index for group in layout.groups for layer in group.layers}
         self._groups = [groups[index] for index in range(len(self._layers))]
+        # Wider types hold keys and values as they are.
+        narrow = {spec.layer for spec in layout.specs if spec.dtype.startswith("fp8")}
+        self._extras = [scale if layer in narrow else None for layer, scale in enumerate(self._scales)]
 
     @property
     def weight_bytes(self) -> int:
@@ -218,7 +231,13 @@ class NativeModel(Model):
             self._attention.prepare(meta)
         metas = [batch.attention[group] for group in self._groups]
         attend = _Attend(
-            self._attention, metas, self._layers, self._spec.scale, self._spec.softcap, self._decoder.sinks
+            self._attention,
+            metas,
+            self._layers,
+            self._spec.scale,
+            self._spec.softcap,
+            self._decoder.sinks,
+            self._extras,
         )
         residual, outputs = self._decoder.body(batch.input_ids, batch.positions, attend, batch.hidden_layers)
         rows = batch.logits_indices
@@ -248,7 +267,7 @@ class NativeModel(Model):
 class _Attend:
     """The attention calls of one forward pass."""
 
-    __slots__ = ("_attention", "_layers", "_metas", "_scale", "_sinks", "_softcap")
+    __slots__ = ("_attention", "_extras", "_layers", "_metas", "_scale", "_sinks", "_softcap")
 
     def __init__(
         self,
@@ -258,9 +277,10 @@ class _Attend:
         scale: float,
         softcap: float | None,
         sinks: list[torch.Tensor | None],
+        extras: list[AttentionExtras | None],
     ) -> None:
         self._attention, self._metas, self._layers = attention, metas, layers
-        self._scale, self._softcap, self._sinks = scale, softcap, sinks
+        self._scale, self._softcap, self._sinks, self._extras = scale, softcap, sinks, extras
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         return self._attention.forward(
@@ -273,6 +293,7 @@ class _Attend:
             window=self._layers[layer].window,
             softcap=self._softcap,
             sinks=self._sinks[layer],
+            extras=self._extras[layer],
         )
 
 

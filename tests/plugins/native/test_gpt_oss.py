@@ -104,7 +104,7 @@ def test_four_bit_weights_are_declined(made: tuple[str, Any], tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(given))
     answer = suits(EngineConfig(model=str(tmp_path)))
     assert answer.rank is None
-    assert "quantised in mxfp4 (quantization_config)" in answer.reason
+    assert "experts are stored in MXFP4 (quantization_config)" in answer.reason
 
 
 def test_an_expert_that_is_missing_is_named(made: tuple[str, Any], tmp_path: Path) -> None:
