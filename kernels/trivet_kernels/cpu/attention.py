@@ -80,9 +80,9 @@ class CachedAttention:
     """Attention over one layer's cache, called once per step.
 
     A token's result depends on its query and on the keys and values that it sees: neither on the rest of the batch, nor
-    on the number of threads, nor on how the context was cut into chunks. Products of bfloat16 are summed in float32;
-    where the processor has instructions for them, by vectors or matrix tiles, weights are rounded to bfloat16 before they
-    are multiplied with values, and weights below 2^-126 of the largest one count as zeros.
+    on the number of threads, nor on how the context was cut into chunks. Products of bfloat16 are summed in float32.
+    Where the processor has instructions for such products, by vectors or matrix tiles, weights are rounded to bfloat16
+    before they are multiplied with values, and those that are too small for a float count as zeros.
 
     Args:
         library: As :func:`trivet_kernels.cpu.build.library` returns it.

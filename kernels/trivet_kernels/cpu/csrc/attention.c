@@ -66,7 +66,8 @@ static plan_t plan_tile(const call_t *call, int32_t row, int64_t first, int64_t 
                     .left = 1};
 }
 
-/* The units of a row: up to `most_lanes` of a head, or as many heads as there is place for, but at most `most_heads`. */
+/* The units of a row: of up to `most_lanes` queries of a head, or of several heads, up to `most_heads`, where there is
+ * place. */
 static int64_t plan_row(const call_t *call, int32_t row, int64_t most_lanes, int64_t most_heads, plan_t *plans,
                         int64_t *elements) {
     const int64_t count = num_queries(call, row), heads = call->layer->num_kv_heads;

@@ -2,10 +2,10 @@
  *
  * A unit is queries (token, head) of one row and of one or more key heads, up to MAX_LANES. Those of a key head lie
  * beside each other in the lanes of vectors, so everything about the softmax is vertical, and keys and values are taken
- * one element at a time for all lanes. Contexts are cut into partitions of PART keys and those into blocks of BLOCK keys,
- * both at fixed positions: each lane's sums are the same operations in the same order, whichever queries share its
- * unit, whoever computes a partition, and however a prompt was cut into chunks. (After Dao et al., "FlashAttention",
- * 2022, and Dao et al., "Flash-Decoding", 2023.) */
+ * one element at a time for all lanes, or by matrix tiles. Contexts are cut into partitions of PART keys and those into
+ * blocks of BLOCK keys, both at fixed positions: each lane's sums are the same operations in the same order, whichever
+ * queries share its unit, whoever computes a partition, and however a prompt was cut into chunks. (After Dao et al.,
+ * "FlashAttention", 2022, and Dao et al., "Flash-Decoding", 2023.) */
 #ifndef TRIVET_ATTENTION_H
 #define TRIVET_ATTENTION_H
 

@@ -191,8 +191,8 @@ ALWAYS_INLINE void NAME(adjust)(const int nv, const block_t *block, int masked, 
 #if PAIRS
 
 /* Weights of keys from scores, which `scale` makes those of the model times log2(e), and which are -infinity where a
- * query does not see a key; pairs of weights first … last - 1 that are of no keys become zeros. Updates maxima and sums,
- * and sets `decay` to what earlier sums are to be multiplied by; returns whether that is anything but 1.
+ * query does not see a key; pairs of weights first … last - 1 that are of no keys become zeros. Updates maxima and
+ * sums, and sets `decay` to what earlier sums are to be multiplied by; returns whether that is anything but 1.
  *
  * The maximum that sums are relative to stays while no score is far above it: then nothing becomes too large, and
  * earlier sums can stay as they are. Whether it does is up to the scores of the lane alone. */
@@ -256,7 +256,8 @@ ALWAYS_INLINE int NAME(soften)(const int nv, const block_t *block, int first, in
 
 #else
 
-/* Weights of keys from scores; updates maxima and sums, and sets `decay` to what earlier sums are to be multiplied by. */
+/* Weights of keys from scores; updates maxima and sums, and sets `decay` to what earlier sums are to be multiplied
+ * by. */
 ALWAYS_INLINE void NAME(soften)(const int nv, int masked, int from, int to, const VF *scores, NAME(elements) *weights,
                                 VF *most, VF *total, VF *decay) {
     VF top[2], sum[2];
@@ -324,7 +325,8 @@ static void NAME(block_2)(const block_t *block, float *state) { NAME(block)(2, b
 #if !PAIRS
 ALWAYS_INLINE void NAME(merge)(const int nv, int64_t v_dim, float *state, const float *part) {
     VF *out = (VF *)state, *most = out + padded_sums(v_dim) * nv, *total = most + nv;
-    const VF *part_out = (const VF *)part, *part_most = part_out + padded_sums(v_dim) * nv, *part_total = part_most + nv;
+    const VF *part_out = (const VF *)part, *part_most = part_out + padded_sums(v_dim) * nv;
+    const VF *part_total = part_most + nv;
     VF mine[2], others[2];
 #pragma GCC unroll 2
     for (int v = 0; v < nv; v++) {

@@ -157,8 +157,16 @@ void *trivet_attention_begin(const call_t *call) {
     if (!buffers) return NULL;
     const int64_t dim = round_up(call->layer->key.dim, 32), v_dim = round_up(call->layer->value.dim, 16);
     const int64_t lanes = call->most_lanes;
-    const int64_t sizes[] = {lanes * dim,      lanes,         lanes,      lanes,        BLOCK * 2 * FULL,
-                             BLOCK * 2 * FULL, BLOCK * dim, BLOCK * v_dim, STATE_SIZE(lanes, v_dim), STATE_SIZE(lanes, v_dim)};
+    const int64_t sizes[] = {lanes * dim,
+                             lanes,
+                             lanes,
+                             lanes,
+                             BLOCK * 2 * FULL,
+                             BLOCK * 2 * FULL,
+                             BLOCK * dim,
+                             BLOCK * v_dim,
+                             STATE_SIZE(lanes, v_dim),
+                             STATE_SIZE(lanes, v_dim)};
     enum { COUNT = sizeof sizes / sizeof *sizes };
     int64_t total = 0;
     for (int i = 0; i < COUNT; i++) total += round_up(sizes[i], 16);
