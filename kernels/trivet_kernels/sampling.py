@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trivet_kernels.reference import logits as reference_logits
 from trivet_kernels.reference import sampling as reference
+from trivet_kernels.transfer import to_device
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,9 +71,7 @@ def fused(logits: Tensor) -> bool:
     return logits.is_cuda and logits.shape[1] <= _MAX_FUSED and _has_triton()
 
 
-def draw(
-    logits: Tensor, changed: Tensor | None, source: NDArray[np.int64], size: int, params: DrawParams
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def draw(logits: Tensor, changed: Tensor | None, source: NDArray[np.int64], size: int, params: DrawParams) -> Tensor:
     """Draw a token for each row: divide by the temperature, cut by min-p, top-k and top-p, draw by Gumbel-max.
 
     Args:
@@ -83,52 +82,53 @@ def draw(
         params: Of the ``n`` rows.
 
     Returns:
-        ``[n]`` ids, and ``[n]`` the largest of each row's logits, divided by the temperature; NaN if the row has one.
-        The id means nothing where that is not finite.
+        ``[2, n]`` int32, where the logits are: ids, and the bits of the float32 largest of each row's logits, divided
+        by the temperature; NaN if the row has one. The id means nothing where that is not finite.
     """
     native = _native() if logits.is_cpu else None
     if native is not None and native.serves(logits) and (changed is None or native.serves(changed)):
-        return native.draw(logits, changed, source, size, params)
-    ids, highest = np.zeros(len(source), np.int32), np.zeros(len(source), np.float32)
+        ids, highest = native.draw(logits, changed, source, size, params)
+        return torch.from_numpy(np.stack([ids, highest.view(np.int32)]))
     function = _draw_fused if fused(logits) else _draw_plain
-    found = []
+    found, order = [torch.empty(2, 0, dtype=torch.int32, device=logits.device)], []
     for part, rows, at in ((logits, source, source >= 0), (changed, ~source, source < 0)):
         places = np.flatnonzero(at)
         if len(places):
             assert part is not None
-            found.append((places, function(part, rows[places], size, params.at(places))))
-    for places, drawn in found:
-        host = drawn.cpu().numpy()
-        ids[places], highest[places] = host[0], host[1].view(np.float32)
-    return ids, highest
+            found.append(function(part, rows[places], size, params.at(places)))
+            order.append(places)
+    if len(order) < 2:
+        return found[-1]
+    return torch.cat(found, 1)[:, to_device(np.argsort(np.concatenate(order)), logits.device)]
 
 
 def logprobs(
-    logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], count: int, size: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+    logits: Tensor, rows: NDArray[np.int64], tokens: Tensor, count: int, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of tokens and of the most likely ones, as shares of all that the model gives logits for.
 
     Args:
         logits: ``[l, vocab_size]``, not changed.
         rows: ``[n]`` of them.
-        tokens: ``[n]`` an id for each.
+        tokens: ``[n]`` int64 an id for each, where the logits are.
         count: How many of the most likely ones to list, at most ``size``.
         size: Ids that are listed and count for ranks.
 
     Returns:
-        ``[n, 1 + count]`` ids, the token first, ``[n, 1 + count]`` logprobs, NaN where a row has NaN or infinite
-        logits, and ``[n]`` the token's rank, 1 = most likely.
+        Where the logits are: ``[n, 1 + count]`` int32 ids, the token first, ``[n, 1 + count]`` float32 logprobs, NaN
+        where a row has NaN or infinite logits, and ``[n]`` int32 the token's rank, 1 = most likely.
     """
     native = _native() if logits.is_cpu else None
     if native is not None and native.serves(logits) and count <= _MAX_LISTED:
-        return native.logprobs(logits, rows, tokens, count, size)
+        ids, values, ranks = native.logprobs(logits, rows, tokens.numpy(), count, size)
+        return torch.from_numpy(ids), torch.from_numpy(values), torch.from_numpy(ranks)
     step = max(1, (_FUSED_VALUES if fused(logits) else _VALUES) // logits.shape[1])
-    index, ids = (torch.from_numpy(column).to(logits.device) for column in (rows, tokens))
+    index = to_device(rows, logits.device)
     blocks = [
-        _logprobs_of(logits[index[at : at + step]], ids[at : at + step], count, size)
+        _logprobs_of(logits[index[at : at + step]], tokens[at : at + step], count, size)
         for at in range(0, len(rows), step)
     ]
-    found = [torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True)]
+    found = [torch.cat(parts) for parts in zip(*blocks, strict=True)]
     return found[0], found[1], found[2]
 
 
@@ -162,7 +162,7 @@ def float_rows(logits: Tensor, rows: NDArray[np.int64], bitmask: Tensor | None, 
         native.float_rows(logits, rows, bitmask, memory)
         return memory
     work = memory[: len(rows)]
-    work.copy_(logits[torch.from_numpy(rows).to(logits.device)])
+    work.copy_(logits[to_device(rows, logits.device)])
     if bitmask is not None:
         apply_bitmask(work, bitmask)
     return memory
@@ -210,7 +210,7 @@ def _draw_fused(logits: Tensor, rows: NDArray[np.int64], size: int, params: Draw
 
     packed = parameters(*params, pin=logits.is_cuda)
     if len(rows) != len(logits) or (np.diff(rows) != 1).any():
-        logits = logits[torch.from_numpy(rows).to(logits.device)]
+        logits = logits[to_device(rows, logits.device)]
     return fused_draw(logits, size, packed.to(logits.device))
 
 
@@ -220,13 +220,13 @@ def _draw_plain(logits: Tensor, rows: NDArray[np.int64], size: int, params: Draw
         chosen = np.flatnonzero((params.temperature == 0) == greedy)
         for at in range(0, len(chosen), _BLOCK):
             block = chosen[at : at + _BLOCK]
-            part = logits[torch.from_numpy(rows[block]).to(logits.device)]
+            part = logits[to_device(rows[block], logits.device)]
             if greedy:
                 ids, highest = argmax(part, size)
             else:
-                columns = (torch.from_numpy(column[block]).to(logits.device) for column in params)
+                columns = (to_device(column[block], logits.device) for column in params)
                 ids, highest = reference.sample(part, size, *columns)
-            places = torch.from_numpy(block).to(logits.device)
+            places = to_device(block, logits.device)
             out[0, places], out[1, places] = ids.int(), highest.float().view(torch.int32)
     return out
 

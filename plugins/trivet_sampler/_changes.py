@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trivet.plan import Bool, Int32, Int64, Ragged
 from trivet.rows import spans
 from trivet_kernels.reference.logits import SparseTokens
 from trivet_kernels.sampling import add_bias, apply_penalties, float_rows
+from trivet_kernels.transfer import to_device
 
 if TYPE_CHECKING:
     from trivet.roles import LogitsProcessor, SampleRows
@@ -85,7 +85,7 @@ class Changer:
             return _at(rows.bitmask, chosen)
         # Slots without a list have no bits set, which costs no memory, and allow everything.
         bits = np.where(listed[:, None], self._state.allowed[slots], np.int32(-1))
-        allowed = _tensor(bits, logits.device)
+        allowed = to_device(bits, logits.device)
         return allowed & _at(rows.bitmask, chosen) if constrained.any() else allowed
 
     def _sparse(self, work: Tensor, rows: SampleRows, chosen: Int64, slots: Int32, early: Bool) -> None:
@@ -104,7 +104,7 @@ class Changer:
             row, (ids, bias) = state.bias.gather(slots[biased])
             counts = np.bincount(row, minlength=len(biased)).astype(np.int32)
             offsets, _ = spans(np.zeros(len(biased), np.int32), counts)
-            add_bias(work, _sparse_tokens(biased, offsets, ids, work.device), _tensor(bias, work.device))
+            add_bias(work, _sparse_tokens(biased, offsets, ids, work.device), to_device(bias, work.device))
         penalised = np.flatnonzero(state.history.has[slots])
         if len(penalised):
             offsets, ids, times = state.history.tokens(rows, chosen[penalised])
@@ -113,8 +113,8 @@ class Changer:
             apply_penalties(
                 work,
                 _sparse_tokens(penalised, offsets, ids, work.device),
-                _tensor(times, work.device),
-                *(_tensor(factor, work.device) for factor in factors),
+                to_device(times, work.device),
+                *(to_device(factor, work.device) for factor in factors),
             )
 
     def _process(self, changed: Changed, rows: SampleRows, active: list[Bool]) -> None:
@@ -122,7 +122,7 @@ class Changer:
         concerned = np.logical_or.reduce(active)
         part = narrowed(rows, np.isin(rows.slots, rows.row_slots[changed.rows[concerned]]))
         at = np.flatnonzero(concerned)
-        work = changed.logits if len(at) == len(concerned) else changed.logits[_tensor(at, changed.logits.device)]
+        work = changed.logits if len(at) == len(concerned) else changed.logits[to_device(at, changed.logits.device)]
         for processor, applies in zip(self._processors, active, strict=True):
             if applies.any() and not processor.keeps_argmax:
                 work = _apply(processor, work, part, np.flatnonzero(applies[at]))
@@ -131,20 +131,19 @@ class Changer:
         if changed.scaled.any():
             slots = part.row_slots
             temperature = np.where(changed.scaled[at], self._state.temperature[slots], np.float32(1))
-            work /= _tensor(temperature, work.device)[:, None]
+            work /= to_device(temperature, work.device)[:, None]
         for processor, applies in zip(self._processors, active, strict=True):
             if applies.any() and processor.keeps_argmax:
                 work = _apply(processor, work, part, np.flatnonzero(applies[at]))
         if work is not changed.logits:
-            changed.logits[_tensor(at, work.device)] = work
+            changed.logits[to_device(at, work.device)] = work
 
 
 def constrained_rows(rows: SampleRows) -> Bool:
-    """``[L]`` logits rows of which a grammar forbids some token."""
-    if rows.bitmask is None:
-        return np.zeros(len(rows.row_slots), np.bool_)
-    found: Bool = (rows.bitmask != -1).any(1).cpu().numpy()
-    return found
+    """``[L]`` logits rows of which a grammar forbids some token, or may do so."""
+    if rows.constrained is not None:
+        return rows.constrained
+    return np.full(len(rows.row_slots), rows.bitmask is not None, np.bool_)
 
 
 def narrowed(rows: SampleRows, kept: Bool) -> SampleRows:
@@ -162,6 +161,7 @@ def narrowed(rows: SampleRows, kept: Bool) -> SampleRows:
         draft_parents=None if rows.draft_parents is None else _select(rows.draft_parents, kept),
         prompt_rows=[],
         bitmask=None if rows.bitmask is None else _at(rows.bitmask, at),
+        constrained=None if rows.constrained is None else rows.constrained[at],
     )
 
 
@@ -171,7 +171,7 @@ def _select(ragged: Ragged, kept: Bool) -> Ragged:
 
 
 def _apply(processor: LogitsProcessor, logits: Tensor, rows: SampleRows, chosen: Int64) -> Tensor:
-    changed = processor.apply(logits, rows, _tensor(chosen, logits.device))
+    changed = processor.apply(logits, rows, to_device(chosen, logits.device))
     if not isinstance(changed, Tensor) or changed.shape != logits.shape:
         got = f"a tensor {list(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
         raise TypeError(
@@ -181,17 +181,15 @@ def _apply(processor: LogitsProcessor, logits: Tensor, rows: SampleRows, chosen:
 
 
 def _forbid(work: Tensor, rows: Int64, ids: Int32) -> None:
-    work[_tensor(rows, work.device), _tensor(ids.astype(np.int64), work.device)] = -torch.inf
+    # A number in place of a tensor would be copied to the device, and waited for.
+    lowest = torch.full((), -torch.inf, device=work.device)
+    work[to_device(rows, work.device), to_device(ids.astype(np.int64), work.device)] = lowest
 
 
 def _sparse_tokens(rows: Int64, offsets: Int32, ids: Int32, device: torch.device) -> SparseTokens:
     most = int(np.diff(offsets).max())
-    return SparseTokens(_tensor(rows, device), _tensor(offsets, device), _tensor(ids, device), most)
+    return SparseTokens(to_device(rows, device), to_device(offsets, device), to_device(ids, device), most)
 
 
 def _at(bitmask: Tensor, rows: Any) -> Tensor:
-    return bitmask[_tensor(np.asarray(rows, np.int64), bitmask.device)]
-
-
-def _tensor(values: NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device)
+    return bitmask[to_device(np.asarray(rows, np.int64), bitmask.device)]

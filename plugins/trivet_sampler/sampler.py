@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import torch
 
-from trivet.plan import Bool, Float32, Int32, NewRequest, Ragged, Task
-from trivet.result import PromptLogprobs, RequestFailure, RowLogprobs
+from trivet.plan import Bool, Float32, Int32, Int64, NewRequest, Ragged, Task
+from trivet.result import PromptLogprobs, RequestFailure, RowLogprobs, TokenLogprobs
 from trivet.roles import Sampled, Sampler
 from trivet_kernels.sampling import DrawParams, draw
-from trivet_sampler._changes import Changed, Changer, constrained_rows
-from trivet_sampler._logprobs import Wanted, logprobs
+from trivet_kernels.transfer import to_device, to_host
+from trivet_sampler._changes import Changer, constrained_rows
+from trivet_sampler._logprobs import Logprobs, Wanted
 from trivet_sampler._state import NO_LOGPROBS, SlotState
 from trivet_sampler._verify import follow
 
@@ -83,12 +85,34 @@ class TorchSampler(Sampler):
             self._processors[number].remove(slot)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Sampled:
+        # A device is waited for once: what follows a draw there gets its tokens from it, rejected drafts' included.
+        drawn = self._draw(logits, rows)
+        asking = np.flatnonzero(self._state.logprobs[rows.slots] != NO_LOGPROBS).tolist()
+        wanted = [self._wanted(rows, row) for row in asking]
+        prompts, prompt_tokens = self._wanted_prompts(rows, drawn.shape[1])
+        pending = Logprobs(logits, [*wanted, *prompts], _joined(drawn[0], prompt_tokens), self._size)
+        host, *arrays = to_host(drawn, *pending.tensors)
+        values = pending.values(arrays)
+        return self._judged(
+            rows, host[0], host[1].view(np.float32), asking, values[: len(asking)], values[len(asking) :]
+        )
+
+    def _judged(
+        self,
+        rows: SampleRows,
+        drawn: Int32,
+        highest: Float32,
+        asking: list[int],
+        own: list[TokenLogprobs],
+        prompts: list[TokenLogprobs],
+    ) -> Sampled:
+        """What becomes of tokens ``drawn`` from logits with such ``highest`` values; ``own`` are the logprobs of the
+        sampling rows ``asking``."""
         errors: dict[int, RequestFailure] = {}
-        prompt_logprobs = self._prompt_logprobs(logits, rows, errors)
+        prompt_logprobs = self._prompt_logprobs(rows, prompts, errors)
         if not len(rows.slots):
             return Sampled(Ragged.empty(), [], prompt_logprobs, list(errors.values()))
         starts, first = rows.starts - rows.starts[0], int(rows.starts[0])
-        drawn, highest = self._draw(logits, self._changer.change(logits, rows), rows)
         taken, paths = _verify(drawn, starts, rows)
         lost = np.logical_or.reduceat(taken & ~np.isfinite(highest), starts[:-1])
         for row in np.flatnonzero(lost).tolist():
@@ -102,19 +126,19 @@ class TorchSampler(Sampler):
         result = Sampled(Ragged(offsets, drawn[taken]), [], prompt_logprobs, list(errors.values()))
         if paths is not None:
             result.path = Ragged.from_rows([[] if bad else path for path, bad in zip(paths, failed, strict=True)])
-        asking = np.flatnonzero((self._state.logprobs[rows.slots] != NO_LOGPROBS) & ~failed)
-        wanted = []
-        for row in asking.tolist():
-            index = np.flatnonzero(taken[starts[row] : starts[row + 1]]) + starts[row]
-            slot = int(rows.slots[row])
-            k, asked = int(self._state.logprobs[slot]), self._state.logprob_ids.get(slot)
-            wanted.append(Wanted(k, index + first, drawn[index].astype(np.int64), asked))
-        values = logprobs(logits, wanted, self._size)
-        result.logprobs = [RowLogprobs(row, value) for row, value in zip(asking.tolist(), values, strict=True)]
+        for row, values in zip(asking, own, strict=True):
+            if not failed[row]:
+                kept = taken[starts[row] : starts[row + 1]]
+                chosen = TokenLogprobs(values.token_ids[kept], values.logprobs[kept], values.ranks[kept])
+                result.logprobs.append(RowLogprobs(row, chosen))
         return result
 
-    def _draw(self, logits: Tensor, changed: Changed | None, rows: SampleRows) -> tuple[Int32, Float32]:
-        """A token for each row that belongs to a sampling row, drafts included, and the largest of its logits."""
+    def _draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """A token for each row that belongs to a sampling row, drafts included, and the largest of its logits, as
+        :func:`trivet_kernels.sampling.draw` has them."""
+        if not len(rows.slots):
+            return torch.empty(2, 0, dtype=torch.int32, device=logits.device)
+        changed = self._changer.change(logits, rows)
         state, first, last = self._state, int(rows.starts[0]), int(rows.starts[-1])
         slots = rows.row_slots[first:last]
         source = np.arange(first, last)
@@ -133,21 +157,28 @@ class TorchSampler(Sampler):
         )
         return draw(logits, None if changed is None else changed.logits, source, self._size, params)
 
+    def _wanted(self, rows: SampleRows, row: int) -> Wanted:
+        """The logprobs that a sampling row's request wants of all tokens that are drawn for it."""
+        slot = int(rows.slots[row])
+        index = np.arange(rows.starts[row], rows.starts[row + 1], dtype=np.int64)
+        k, asked = int(self._state.logprobs[slot]), self._state.logprob_ids.get(slot)
+        return Wanted(k, index, index - int(rows.starts[0]), asked)
+
+    def _wanted_prompts(self, rows: SampleRows, first: int) -> tuple[list[Wanted], Int64]:
+        """The prompt logprobs that requests want, and their tokens, which stand from place ``first`` on."""
+        wanted, tokens = [], [np.empty(0, np.int64)]
+        for slot, _, start, row, count in rows.prompt_rows:
+            k = int(self._state.prompt_logprobs[slot])
+            wanted.append(Wanted(k, np.arange(row, row + count), np.arange(first, first + count)))
+            tokens.append(rows.tokens[slot, start : start + count].astype(np.int64))
+            first += count
+        return wanted, np.concatenate(tokens)
+
     def _prompt_logprobs(
-        self, logits: Tensor, rows: SampleRows, errors: dict[int, RequestFailure]
+        self, rows: SampleRows, found: list[TokenLogprobs], errors: dict[int, RequestFailure]
     ) -> list[PromptLogprobs]:
-        wanted = [
-            Wanted(
-                int(self._state.prompt_logprobs[slot]),
-                np.arange(row, row + count),
-                rows.tokens[slot, start : start + count].astype(np.int64),
-            )
-            for slot, _, start, row, count in rows.prompt_rows
-        ]
         out = []
-        for (slot, epoch, start, _, _), values in zip(
-            rows.prompt_rows, logprobs(logits, wanted, self._size), strict=True
-        ):
+        for (slot, epoch, start, _, _), values in zip(rows.prompt_rows, found, strict=True):
             if np.isnan(values.logprobs).any():
                 errors[slot] = self._failure(slot, "the model produced NaN logits for the prompt")
             else:
@@ -177,6 +208,12 @@ class TorchSampler(Sampler):
         if names:
             return f"no token is left to draw: everything is masked by {' and '.join(names)}"
         return "the model gives no token a probability: all logits are -inf"
+
+
+def _joined(drawn: Tensor, others: Int64) -> Tensor:
+    """Ids as ``[n]`` int64, where the drawn ones are."""
+    ids = drawn.long()
+    return torch.cat([ids, to_device(others, ids.device)]) if len(others) else ids
 
 
 def _verify(drawn: Int32, starts: Int32, rows: SampleRows) -> tuple[Bool, list[list[int]] | None]:

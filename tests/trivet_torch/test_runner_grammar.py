@@ -122,6 +122,21 @@ def test_a_grammar_compiles_beside_the_steps_of_others(llama: tuple[str, Any]) -
     driver.runner.shutdown()
 
 
+def test_the_sampler_hears_which_rows_a_mask_forbids_something(llama: tuple[str, Any]) -> None:
+    driver = make_runner(llama[0], 4, grammar=[ModularGrammar()])
+    sampler = driver.runner._sampler  # type: ignore[attr-defined]
+    driver.add(1, PROMPT)
+    driver.step()
+    assert sampler.seen[-1].bitmask is sampler.seen[-1].constrained is None
+    driver.add(0, PROMPT, params=constrained())
+    events(driver)
+    driver.step()
+    rows = sampler.seen[-1]
+    assert sorted(zip(rows.row_slots.tolist(), rows.constrained.tolist(), strict=True)) == [(0, True), (1, False)]
+    assert rows.constrained.tolist() == (rows.bitmask != -1).any(1).tolist()
+    driver.runner.shutdown()
+
+
 def test_a_plan_without_rows_waits_a_moment_for_the_compiler(llama: tuple[str, Any]) -> None:
     gate = threading.Event()
     driver = make_runner(llama[0], 4, grammar=[ModularGrammar(lambda: gate.wait(30))])

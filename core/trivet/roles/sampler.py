@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trivet.plan import Int32, NewRequest, Ragged
+from trivet.plan import Bool, Int32, NewRequest, Ragged
 from trivet.result import PromptLogprobs, RequestFailure, RowLogprobs
 from trivet.roles.base import Role
 
@@ -33,6 +33,8 @@ class SampleRows:
     prompt_rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     #: [L, ceil(vocab / 32)] int32 or None: allowed tokens (bit set) per logits row, from grammars
     bitmask: Any = None
+    #: [L] with a bitmask: rows of which it forbids some token, so that nobody reads it back to know; None: any may be
+    constrained: Bool | None = None
     #: known tokens of a slot: ``tokens[slot, :lengths[slot]]``, the prompt first (numpy int32, read-only)
     tokens: Any = None
     lengths: Int32 | None = None  #: [slots] int32

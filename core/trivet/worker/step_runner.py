@@ -283,7 +283,7 @@ class StepRunner(Runner):
         rows = inputs.sampling(self._batch)
         mask = self._grammars.bitmask(rows)
         if mask is not None:
-            rows.bitmask = self._tensor(mask)
+            rows.bitmask, rows.constrained = self._tensor(mask), (mask != -1).any(axis=1)
         sampled: Sampled = self._context.hooks.sample(output.logits, rows)
         for failure in sampled.errors:
             self._fail(failure)

@@ -126,6 +126,7 @@ def sample_rows(
         draft_parents=Ragged.from_rows(parents) if trees else None,
         prompt_rows=list(prompt_rows),
         bitmask=bitmask,
+        constrained=None if bitmask is None else (bitmask != -1).any(1).numpy(),
         tokens=tokens,
         lengths=lengths,
     )

@@ -73,7 +73,8 @@ class SamplerBench(ArraySuite):
         prompts = [(slot, 100 + slot, start, logits) for slot, start, logits in prompt_rows]
         logits, sample_rows = sample_rows_of(rows, tokens, lengths, prompts)
         if any(row.bits is not None for row in rows):
-            sample_rows.bitmask = self.tensor(packed_bits(rows, len(logits)))
+            bits = packed_bits(rows, len(logits))
+            sample_rows.bitmask, sample_rows.constrained = self.tensor(bits), (bits != -1).any(axis=1)
         return sampler.sample(self.tensor(logits), sample_rows)
 
     @staticmethod
