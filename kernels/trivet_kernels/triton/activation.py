@@ -12,10 +12,23 @@ GELU_ERF = tl.constexpr(2)
 
 
 @jit()
-def _logistic(x: tl.tensor) -> tl.tensor:
+def logistic(x: tl.tensor) -> tl.tensor:
     """``1 / (1 + e⁻ˣ)``, by an exponential that cannot overflow."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x < 0, small, 1.0) / (1.0 + small)
+
+
+@jit()
+def activate(gate: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """The activation of a gate in float32."""
+    if kind == SILU:
+        active = gate * logistic(gate)
+    elif kind == GELU_TANH:
+        # 0.5 * (1 + tanh(z)) is the logistic function of 2z; z = sqrt(2 / pi) * (g + 0.044715 g³).
+        active = gate * logistic(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    return active
 
 
 @jit()
@@ -34,11 +47,4 @@ def gated_kernel(
     inside = column < size
     gate = tl.load(x + row * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row_stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    if kind == SILU:
-        active = gate * _logistic(gate)
-    elif kind == GELU_TANH:
-        # 0.5 * (1 + tanh(z)) is the logistic function of 2z; z = sqrt(2 / pi) * (g + 0.044715 g³).
-        active = gate * _logistic(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    tl.store(out + row * out_row_stride + column, active * up, mask=inside)
+    tl.store(out + row * out_row_stride + column, activate(gate, kind) * up, mask=inside)
