@@ -22,4 +22,6 @@ def resolve_dtype(name: str, location: str, device: str) -> torch.dtype:
         stored = part.get("dtype") or part.get("torch_dtype")
         if stored in {"float32", "bfloat16", "float16"}:
             return getattr(torch, stored)  # type: ignore[no-any-return]
-    return torch.float32
+    # Files in MXFP4 need not name a type: the rest of them is in bfloat16, which also holds what is in MXFP4.
+    quantized = config.get("quantization_config") or {}
+    return torch.bfloat16 if quantized.get("quant_method") == "mxfp4" else torch.float32

@@ -130,7 +130,7 @@ def problem(config: Mapping[str, Any], *, known: Collection[str] | None = None) 
     architectures = config.get("architectures") or [family.architecture]
     if not {family.architecture, family.classifier} & set(architectures):
         return f"its architectures {architectures!r} are neither {family.architecture} nor {family.classifier}"
-    if reason := _quantization_problem(config.get("quantization_config")):
+    if reason := _quantization_problem(family, config.get("quantization_config")):
         return reason
     for name, value in config.items():
         understood = name in family.fields or name in _NEUTRAL or name.startswith("_") or name.endswith("_token_id")
@@ -139,8 +139,9 @@ def problem(config: Mapping[str, Any], *, known: Collection[str] | None = None) 
     return _activation_problem(family, config) or _rope_problem(family, config) or _layer_problem(config)
 
 
-def _quantization_problem(given: Any) -> str | None:
-    """Weights must be plain; a checkpoint that was calibrated for a cache of 8-bit floats alone says so here too."""
+def _quantization_problem(family: Family, given: Any) -> str | None:
+    """Weights must be plain, but for GPT-OSS's experts; a checkpoint that was calibrated for a cache of 8-bit floats
+    alone says so here too."""
     if not given:
         return None
     method = given.get("quant_method") if isinstance(given, Mapping) else None
@@ -148,11 +149,8 @@ def _quantization_problem(given: Any) -> str | None:
         return None
     if method == "modelopt" and given.get("quant_algo", "") is None:
         return None
-    if method == "mxfp4":
-        return (
-            "its experts are stored in MXFP4 (quantization_config), which native does not read; the transformers model "
-            "does, and makes bfloat16 of them where it has no kernels for them; native takes a copy in bfloat16"
-        )
+    if method == "mxfp4" and family is FAMILIES["gpt_oss"]:
+        return None
     return f"its weights are quantised{f' in {method}' if method else ''} (quantization_config)"
 
 

@@ -257,7 +257,8 @@ def _stored_dtype(*parts: Mapping[str, Any]) -> str:
         stored = part.get("dtype") or part.get("torch_dtype")
         if stored in _ITEM_SIZES:
             return str(stored)
-    return "float32"
+    quantized = parts[0].get("quantization_config") or {}
+    return "bfloat16" if quantized.get("quant_method") == "mxfp4" else "float32"
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int:

@@ -6,7 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from torch import Tensor
 from trivet.errors import ModelLoadError
 from trivet.roles import StoredLinear
 from trivet_torch.weights._mapped_file import MappedFile
+from trivet_torch.weights._mxfp4 import GROUP, widened
 from trivet_torch.weights.plain_config import plain_config
 from trivet_torch.weights.safetensors_dir import (
     check_folder,
@@ -93,8 +94,38 @@ class _Entry:
         return _Entry(self.file, self.path, self.stored, (num_rows, columns), start, start + num_rows * row_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _FourBits:
+    """Where a matrix ``[rows, columns]`` in MXFP4 lies: bytes ``[rows, columns / 2]`` of two numbers, and scales."""
+
+    blocks: _Entry
+    scales: _Entry
+    #: what holds its numbers exactly
+    stored = "BF16"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, num_bytes = self.blocks.shape
+        return rows, 2 * num_bytes
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Rows ``[start, stop)``, in new memory."""
+        blocks, scales = (
+            part.file.bytes[part.start : part.end].view(part.shape)[start:stop] for part in (self.blocks, self.scales)
+        )
+        return widened(blocks, scales, dtype)
+
+    def release(self, start: int, stop: int) -> None:
+        """See :meth:`StoredMatrix.release`."""
+        for part in (self.blocks, self.scales):
+            row_bytes = part.shape[1]
+            part.file.release(part.start + start * row_bytes, part.start + stop * row_bytes)
+
+
 class _FolderWeights(StoredWeights):
-    def __init__(self, folder: Path, config: Any, eos_token_ids: Sequence[int], entries: dict[str, _Entry]) -> None:
+    def __init__(
+        self, folder: Path, config: Any, eos_token_ids: Sequence[int], entries: dict[str, _Entry | _FourBits]
+    ) -> None:
         super().__init__(folder, config, eos_token_ids)
         self._entries = entries
         #: the names of what belongs to each module, by their last parts
@@ -117,10 +148,17 @@ class _FolderWeights(StoredWeights):
         return self._view(name).to(dtype)
 
     def _range(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        entry = self._entry(name)
+        if isinstance(entry, _FourBits):
+            self._used.add(name)
+            return entry.rows(start, stop, dtype)
         return self._view(name)[start:stop].to(dtype).contiguous()
 
     def _release_rows(self, name: str, start: int, stop: int) -> None:
         entry = self._entry(name)
+        if isinstance(entry, _FourBits):
+            entry.release(start, stop)
+            return
         if entry.transposed:
             return  # a row lies all over the matrix, whose pages go with :meth:`release`
         row_bytes = (entry.end - entry.start) // entry.shape[0]
@@ -137,7 +175,7 @@ class _FolderWeights(StoredWeights):
 
     def rows(self, name: str, indices: Tensor, dtype: torch.dtype) -> Tensor:
         entry = self._entry(name)
-        if entry.transposed or len(entry.shape) != 2:
+        if isinstance(entry, _FourBits) or entry.transposed or len(entry.shape) != 2:
             return self._view(name).index_select(0, indices).to(dtype)
         self._used.add(name)
         stored = _dtype(name, entry)
@@ -147,14 +185,17 @@ class _FolderWeights(StoredWeights):
 
     def release(self, name: str) -> None:
         entry = self._entry(name)
-        entry.file.release(entry.start, entry.end)
+        if isinstance(entry, _FourBits):
+            entry.release(0, entry.shape[0])
+        else:
+            entry.file.release(entry.start, entry.end)
 
     def close(self) -> None:
         # A mapping goes when the last view of it does.
         self._entries = {}
         self._modules = {}
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> _Entry | _FourBits:
         entry = self._entries.get(name)
         if entry is None:
             raise self._missing(name)
@@ -164,6 +205,8 @@ class _FolderWeights(StoredWeights):
         entry = self._entry(name)
         dtype = _dtype(name, entry)
         self._used.add(name)
+        if isinstance(entry, _FourBits):
+            return entry.rows(0, entry.shape[0], dtype)
         data = entry.file.bytes[entry.start : entry.end]
         if entry.start % dtype.itemsize:
             data = data.clone()  # nothing obliges a writer to align, torch does
@@ -223,9 +266,10 @@ def _entry(name: str, value: Mapping[str, Any], file: MappedFile, path: Path, ba
     return entry
 
 
-def _dtype(name: str, entry: _Entry) -> torch.dtype:
+def _dtype(name: str, entry: _Entry | _FourBits) -> torch.dtype:
     dtype = _DTYPES.get(entry.stored)
     if dtype is None:
+        assert isinstance(entry, _Entry)
         raise ModelLoadError(
             f"{entry.path}: tensor {name!r} is stored as {entry.stored}, which is not supported; use a checkpoint in "
             "bfloat16, or a GGUF file"
@@ -233,19 +277,19 @@ def _dtype(name: str, entry: _Entry) -> torch.dtype:
     return dtype
 
 
-def _unstacked(entries: dict[str, _Entry], config: Any) -> dict[str, _Entry]:
+def _unstacked(entries: dict[str, _Entry], config: Any) -> dict[str, _Entry | _FourBits]:
     """Replace stacked experts by single matrices under the checkpoint's names."""
     if config.model_type == "gpt_oss":
         return _unstacked_gpt_oss(entries)
+    result: dict[str, _Entry | _FourBits] = dict(entries)
     if config.model_type not in EXPERT_NAMES:
-        return entries
+        return result
     module, (gate, up, down) = EXPERT_NAMES[config.model_type]
-    result: dict[str, _Entry] = {}
     for name, entry in entries.items():
         match = _STACKED.fullmatch(name)
         if match is None or len(entry.shape) != 3:
-            result[name] = entry
             continue
+        del result[name]
         count, rows, _ = entry.shape
         parts = {down: (0, rows)} if match[2] == "down_proj" else {gate: (0, rows // 2), up: (rows // 2, rows // 2)}
         for index in range(count):
@@ -254,15 +298,34 @@ def _unstacked(entries: dict[str, _Entry], config: Any) -> dict[str, _Entry]:
     return result
 
 
-def _unstacked_gpt_oss(entries: dict[str, _Entry]) -> dict[str, _Entry]:
+def _unstacked_gpt_oss(entries: dict[str, _Entry]) -> dict[str, _Entry | _FourBits]:
     """Replace GPT-OSS's stacked experts by single matrices and biases; gate and up stay one matrix, taking turns."""
-    result: dict[str, _Entry] = {}
+    result: dict[str, _Entry | _FourBits] = dict(entries)
     for name, entry in entries.items():
         match = _GPT_OSS.fullmatch(name)
-        if match is None or len(entry.shape) != (2 if match[3] else 3):
-            result[name] = entry
+        if match is not None and len(entry.shape) == (2 if match[3] else 3):
+            del result[name]
+            kind = "bias" if match[3] else "weight"
+            for index in range(entry.shape[0]):
+                result[f"{match[1]}.{index}.{match[2]}.{kind}"] = entry.item(index)
+        match = _GPT_OSS.fullmatch(name.removesuffix("_blocks"))
+        scales = entries.get(f"{name.removesuffix('_blocks')}_scales")
+        if match is None or scales is None or not _are_four_bits(entry, scales):
             continue
-        kind = "bias" if match[3] else "weight"
-        for index in range(entry.shape[0]):
-            result[f"{match[1]}.{index}.{match[2]}.{kind}"] = entry.item(index)
+        del result[name], result[f"{match[0]}_scales"]
+        count, rows, groups = scales.shape
+        rows_of_bytes = replace(entry, shape=(count, rows, groups * GROUP // 2))
+        for index in range(count):
+            parts = (stack.part(index, 0, rows) for stack in (rows_of_bytes, scales))
+            result[f"{match[1]}.{index}.{match[2]}.weight"] = _FourBits(*parts)
     return result
+
+
+def _are_four_bits(blocks: _Entry, scales: _Entry) -> bool:
+    """Whether two stacks are ``[count, rows, groups, 16]`` and ``[count, rows, groups]`` bytes of MXFP4. Unlike the
+    stacks of wider types their matrices are not transposed."""
+    return (
+        blocks.stored == scales.stored == "U8"
+        and blocks.shape == (*scales.shape, GROUP // 2)
+        and len(scales.shape) == 3
+    )
