@@ -48,8 +48,8 @@ class StoredWeights(ABC):
     Experts are single matrices (``model.layers.0.mlp.experts.3.gate_proj.weight``, Mixtral's
     ``block_sparse_moe.experts.3.w1.weight``), also where a file stacks them. Checkpoints of GPT-OSS have stacks only;
     its experts are ``mlp.experts.3.gate_up_proj`` ``[2 * intermediate, hidden]``, whose rows are gate, up, gate, up, …,
-    and ``mlp.experts.3.down_proj`` ``[hidden, intermediate]``, with ``weight`` and ``bias`` each; those in MXFP4 are read
-    as bfloat16, which holds them exactly.
+    and ``mlp.experts.3.down_proj`` ``[hidden, intermediate]``, with ``weight`` and ``bias`` each; those in MXFP4 are
+    read as bfloat16, which holds them exactly.
     """
 
     #: the model's configuration: transformers', or a :class:`~trivet_torch.weights.plain_config.PlainConfig`
