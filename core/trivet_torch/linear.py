@@ -57,6 +57,9 @@ class Linear(ABC):
 
     in_features: int
     out_features: int
+    #: whether its product can be recorded into a CUDA graph: nothing is read from the device, and nothing decided by
+    #: what tensors hold
+    capturable: bool = False
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -90,6 +93,8 @@ class Linear(ABC):
 
 class PlainLinear(Linear):
     """A product with a matrix in torch's own layout, on any device."""
+
+    capturable = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Keep ``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]`` of the same type as they

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from trivet_torch.linear import Linear
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trivet_kernels.cpu.block import Product
     from trivet_kernels.reference.quantized import QuantizedMatrix
     from trivet_quantization.formats import Format, Source
 
@@ -23,18 +25,41 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 22
 
 
-class PackedQuantizedLinear(QuantizedLinear, Linear):
-    """Packed weights of one format."""
+class PackedLayer(Linear):
+    """A layer with packed weights of one format."""
+
+    @abstractmethod
+    def put(self, matrix: QuantizedMatrix, first: int = 0) -> None:
+        """Pack rows of the weights, the first of which is row ``first``; OverflowError if a scale is beyond the range
+        of its type."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` ``[T, in_features]``; the result ``[T, out_features]`` is ``out`` where that is given."""
+
+
+class PackedQuantizedLinear(QuantizedLinear, PackedLayer):
+    """Packed weights of one format, for a CPU."""
+
+    @property
+    def products(self) -> Sequence[Product]:
+        return (self.product,)
 
 
 class JoinedLinear(Linear):
     """Layers of several formats side by side."""
 
-    def __init__(self, layers: Sequence[PackedQuantizedLinear]) -> None:
+    def __init__(self, layers: Sequence[PackedLayer]) -> None:
         """Join layers with the same inputs."""
+        self.capturable = all(layer.capturable for layer in layers)
         self.in_features = layers[0].in_features
         self.out_features = sum(layer.out_features for layer in layers)
         self._layers = tuple(layers)
+
+    @property
+    def products(self) -> Sequence[Product]:
+        parts = [layer.products for layer in self._layers]
+        return [product for part in parts for product in part] if all(parts) else ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, in_features]`` -> ``[T, out_features]``."""
@@ -91,22 +116,35 @@ def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, act_grou
     """
     if build.library() is None:
         return DequantizingLinear(sources, _joined(list(zip(sources, biases, strict=True))))
-    layers = []
-    for form, run in groupby(zip(sources, biases, strict=True), key=lambda pair: pair[0].format):
-        parts = list(run)
-        layer = PackedQuantizedLinear(
-            parts[0][0].columns,
-            sum(source.rows for source, _ in parts),
+
+    def make(form: Format, columns: int, rows: int, bias: Tensor | None) -> PackedQuantizedLinear:
+        return PackedQuantizedLinear(
+            columns,
+            rows,
             segment=form.segment,
             bits=form.bits,
             zero_point=form.zero_point,
             offsets=form.offsets,
             wide_scale=form.wide_scale,
             factor=form.factor,
-            act_group=_act_group(form, parts[0][0].columns, act_group),
+            act_group=_act_group(form, columns, act_group),
             act_bits=act_bits,
-            bias=_joined(parts),
+            bias=bias,
         )
+
+    return pack_with(make, sources, biases)
+
+
+def pack_with(
+    make: Callable[[Format, int, int, Tensor | None], PackedLayer],
+    sources: Sequence[Source],
+    biases: Sequence[Tensor | None],
+) -> Linear:
+    """What :func:`pack` does, with layers that ``make(format, columns, rows, bias)`` makes, to be filled."""
+    layers: list[PackedLayer] = []
+    for form, run in groupby(zip(sources, biases, strict=True), key=lambda pair: pair[0].format):
+        parts = list(run)
+        layer = make(form, parts[0][0].columns, sum(source.rows for source, _ in parts), _joined(parts))
         first = 0
         for source, _ in parts:
             for piece in _pieces(source):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import mmap
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
 from trivet_kernels.cpu import build
+from trivet_kernels.cpu.block import GATES, NO_GATE, Product
+from trivet_kernels.cpu.memory import room
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +23,7 @@ PANEL = 32
 #: integer sums over a segment stay below 2**31
 MAX_SEGMENT = 65536
 _ROUNDED_GROUP = 32
-# The size of a huge page on x86-64 and most others.
-_HUGE_PAGE = 2 << 20
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-# As in csrc/matmul_store.h.
-_GATES: dict[Gate, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-_NO_GATE = 3
 
 
 class _Layer(ctypes.Structure):
@@ -132,7 +127,7 @@ class QuantizedLinear:
         self._matrix_segment = segment
         segment, segments, row_scale = form.segment, form.segments, form.row_scale
         panels = -(-out_features // PANEL)
-        self._weight = _room(panels * PANEL * segments * segment * bits // 8)
+        self._weight = room(panels * PANEL * segments * segment * bits // 8)
         scale_type = torch.float32 if wide_scale else torch.float16
         self._scale = torch.zeros(panels, 1 if row_scale else segments, PANEL, dtype=scale_type)
         self._offset = torch.zeros(panels, segments, PANEL, dtype=torch.float16) if offsets else None
@@ -155,7 +150,9 @@ class QuantizedLinear:
             factor=factor,
         )
         self._address = ctypes.addressof(self._layer)
-        self._multiply, self._pack = functions
+        self._multiply, self._pack, address = functions
+        #: for native code; valid while this object lives
+        self.product = Product(address, self._address, out_features, self._can_gate)
 
     @classmethod
     def of(
@@ -217,7 +214,7 @@ class QuantizedLinear:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` ``[T, in]`` float32 or bfloat16 (other types are converted), rows may be strided. Writes to ``out``
         ``[T, out]``, float32 or bfloat16 with rows that may be strided too, or to a new tensor of the type of ``x``."""
-        return self._product(x, _NO_GATE, self.out_features, out)
+        return self._product(x, NO_GATE, self.out_features, out)
 
     def gated(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor | None:
         """``activation`` of the first half of the outputs, times the second half.
@@ -231,9 +228,13 @@ class QuantizedLinear:
             The bits that :meth:`__call__` gives, rounded to the type of the result, and the operation after it; None
             if each half is not a multiple of 32 outputs.
         """
-        if self.out_features % (2 * PANEL):
+        if not self._can_gate:
             return None
-        return self._product(x, _GATES[activation], self.out_features // 2, out)
+        return self._product(x, GATES[activation], self.out_features // 2, out)
+
+    @property
+    def _can_gate(self) -> bool:
+        return self.out_features % (2 * PANEL) == 0
 
     def _product(self, x: Tensor, gate: int, columns: int, out: Tensor | None) -> Tensor:
         dtype, number = x.dtype, _DTYPES.get(x.dtype)
@@ -325,20 +326,6 @@ def round_to_four(
     return values, scale, offset
 
 
-def _room(size: int) -> Tensor:
-    """``[size]`` uint8, in huge pages as far as it fills them: weights are read from end to end in every step, and
-    small pages cost a tenth of that."""
-    if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
-    area = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(area, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE
-    # Advice: a system without huge pages refuses it, and nothing is lost but time.
-    with contextlib.suppress(OSError):
-        area.madvise(mmap.MADV_HUGEPAGE, start, size)
-    return whole[start : start + size]
-
-
 def _library() -> ctypes.CDLL:
     found = build.library()
     if found is None:
@@ -347,12 +334,14 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _functions(library: ctypes.CDLL) -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
-    """The product and the packing, with their signatures."""
+def _functions(library: ctypes.CDLL) -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer, int]:
+    """The product and the packing, with their signatures, and the address of the product for native code."""
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     multiply, pack = library.trivet_quant_linear, library.trivet_quant_pack
     multiply.argtypes = [pointer, pointer, size, number, size, pointer, size, number, number, number]
     multiply.restype = number
     pack.argtypes = [pointer, pointer, size, size, size, number]
     pack.restype = None
-    return multiply, pack
+    address = ctypes.cast(library.trivet_quant_multiply, pointer).value
+    assert address is not None
+    return multiply, pack, address

@@ -13,7 +13,7 @@ from torch import Tensor
 # The size of a huge page on x86-64 and most others.
 _HUGE_PAGE = 2 << 20
 # What smaller matrices share: many, since the last page is seldom full. Pages that are never written take no memory.
-_SHARED = 64 * _HUGE_PAGE
+_SHARED = 256 * _HUGE_PAGE
 # Less is not worth a place in it.
 _SMALL = 32 << 10
 _ALIGNMENT = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,19 +11,22 @@ import torch
 from native_kit import CASES, LONGEST, make_model, make_native, save
 from torch import Tensor
 
-from trivet_kernels.cpu import tiles
+from trivet_kernels.cpu import build, tiles
 from trivet_native import loading
 from trivet_native.layers import SLICE
 from trivet_native.model import NativeModel
+from trivet_quantization.int4 import Int4
+from trivet_quantization.int8 import Int8
+from trivet_quantization.options import Int4Options, Int8Options
 
-pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="without matrix tiles bfloat16 is multiplied by oneDNN")
+needs_tiles = pytest.mark.skipif(not tiles.has_tiles(), reason="without matrix tiles oneDNN multiplies bfloat16")
 
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
 DENSE = [case for case in CASES if case not in EXPERTS]
 
 
-def load(name: str) -> NativeModel:
-    model: NativeModel = make_native(name, dtype="bfloat16")
+def load(name: str, **given: Any) -> NativeModel:
+    model: NativeModel = make_native(name, **{"dtype": "bfloat16", **given})
     model.load()
     return model
 
@@ -45,20 +49,37 @@ def has_native_layers(model: NativeModel) -> bool:
     return all(block._native is not None for block in model._decoder._blocks)
 
 
-@pytest.mark.parametrize("case", DENSE)
-def test_all_families(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = save(make_model(case, intermediate_size=96), tmp_path)
-    fused = load(name)
+def check(name: str, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+    """Compare the layers in compiled code with the same ones without it."""
+    fused = load(name, **given)
     assert has_native_layers(fused)
     got = {rows: body(fused, rows) for rows in (1, 5, 40, SLICE + 40, 5)}
     monkeypatch.setattr(loading, "fused_block", lambda *_: None)
-    plain = load(name)
+    plain = load(name, **given)
     assert not has_native_layers(plain)
     for rows, tensors in got.items():
         for mine, others in zip(tensors, body(plain, rows), strict=True):
             assert torch.equal(mine, others), f"{rows} rows"
 
 
+@needs_tiles
+@pytest.mark.parametrize("case", DENSE)
+def test_all_families(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(save(make_model(case, intermediate_size=96), tmp_path), monkeypatch)
+
+
+@pytest.mark.skipif(build.library() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("case", ["llama biases, tied", "gemma3", "phi3"])
+def test_quantised_weights(case: str, kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = save(make_model(case, intermediate_size=96), tmp_path)
+    context: Any = SimpleNamespace(device="cpu", config=SimpleNamespace(dtype=dtype))
+    provider, options = (Int8, Int8Options()) if kind == "int8" else (Int4, Int4Options())
+    check(name, monkeypatch, dtype=dtype, quantization=provider(context, options))
+
+
+@needs_tiles
 def test_a_position_beyond_the_table_is_refused(tmp_path: Path) -> None:
     model = load(save(make_model("llama", intermediate_size=96), tmp_path))
     ids = torch.tensor([4, 5])
@@ -66,6 +87,7 @@ def test_a_position_beyond_the_table_is_refused(tmp_path: Path) -> None:
         model._decoder.body(ids, torch.tensor([1, LONGEST]), attend)
 
 
+@needs_tiles
 def test_attention_may_answer_in_any_layout_and_type(tmp_path: Path) -> None:
     model = load(save(make_model("llama", intermediate_size=96), tmp_path))
 

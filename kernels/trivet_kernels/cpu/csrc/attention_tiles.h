@@ -16,7 +16,7 @@ static inline void shape_tiles(int lanes) {
     tile_shapes_t shapes = {0};
     for (int i = 0; i < NUM_TILES; i++)
         shape_tile(&shapes, i, TILE_ROWS, i == 4 || i == 5 ? TILE_BYTES : 4 * lanes);
-    _tile_loadconfig(&shapes);
+    use_shapes(&shapes);
 }
 
 /* Sums of products of `num` tiles of rows (at most 4 / nv) with `nv` tiles of columns, over `steps` times TILE_INPUTS

@@ -69,7 +69,7 @@ static void configure(int64_t rows) {
     }
     shape_tile(&shapes, 4, upper, TILE_BYTES);
     if (lower) shape_tile(&shapes, 5, lower, TILE_BYTES);
-    _tile_loadconfig(&shapes);
+    use_shapes(&shapes);
 }
 
 INLINE void clear_sums(const int tall) {

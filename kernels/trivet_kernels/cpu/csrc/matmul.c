@@ -154,7 +154,7 @@ int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_strid
                         int64_t out_stride, int out_dtype, int gate, int num_threads) {
     const int64_t planes = layer->planes, segments = layer->num_segments;
     Work work = {.stripes = (layer->out_features + PANEL - 1) / PANEL, .panels = 1};
-    if (gate != GATE_NONE) work.stripes /= 2, work.panels = 2;
+    if (gate != NO_GATE) work.stripes /= 2, work.panels = 2;
     Activations a = {.stride = round_up(layer->segment * segments, 64) + SKEW, .segments = segments};
     int64_t chunk, spare = 0;
 #if HAS_TILES
@@ -192,6 +192,13 @@ int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_strid
         multiply_stripes(layer, &a, &work, count, &free_stripe, share, &to);
     }
     return 0;
+}
+
+/* A multiply_function of block.h. */
+int64_t trivet_quant_multiply(const void *layer, const void *x, int64_t x_stride, int64_t rows, void *out,
+                              int64_t out_stride, int64_t gate, int64_t dtype, int64_t num_threads) {
+    return trivet_quant_linear(layer, x, x_stride, (int)dtype, rows, out, out_stride, (int)dtype, (int)gate,
+                               (int)num_threads);
 }
 
 /* Pack rows [first, first + rows) of a matrix, given as [rows][columns] bytes; columns beyond those are zero points. */

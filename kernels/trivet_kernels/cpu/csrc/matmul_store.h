@@ -2,11 +2,10 @@
 #ifndef TRIVET_MATMUL_STORE_H
 #define TRIVET_MATMUL_STORE_H
 
+#include "block.h"
 #include "matmul.h"
 
 /* What is stored: the sums, or with a gate, activation(gate) * up as elementwise_gate.c has them. */
-enum { GATE_SILU = 0, GATE_GELU_TANH = 1, GATE_GELU_ERF = 2, GATE_NONE = 3 };
-
 typedef struct {
     char *values; /* [rows][stride] of `dtype` */
     int64_t stride;

@@ -89,8 +89,7 @@ void begin_tiles(const QuantLinear *layer, TileRows shape) {
     shape_tile(&shapes, ACTIVATIONS_1, shape.rows, step);
     shape_tile(&shapes, WEIGHTS_0, step / 4, TILE_BYTES);
     shape_tile(&shapes, WEIGHTS_1, step / 4, TILE_BYTES);
-    /* Not the intrinsic: that of GCC 12 is said to read eight bytes only, and the rest may not be written. */
-    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+    use_shapes(&shapes);
 }
 
 void end_tiles(void) { _tile_release(); }

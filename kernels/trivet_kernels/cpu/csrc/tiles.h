@@ -33,6 +33,9 @@ static inline void shape_tile(tile_shapes_t *shapes, int tile, int rows, int byt
     shapes->rows[tile] = (uint8_t)rows;
 }
 
+/* Take the shapes. Not the intrinsic: to GCC 12 that reads eight bytes of them, and leaves the others unwritten. */
+static inline void use_shapes(const tile_shapes_t *shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(*shapes)); }
+
 #else
 #define HAS_TILES 0
 #endif
