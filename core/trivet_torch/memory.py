@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from trivet.roles.model import ModelInfo
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_GRAPH_BYTES = 16 << 20
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
@@ -53,6 +56,12 @@ def workspace_bytes(info: ModelInfo, max_num_seqs: int, max_num_batched_tokens: 
     logits = 4 * max_num_seqs * info.vocab_size * 4
     activations = 16 * max_num_batched_tokens * info.hidden_size * (4 if info.dtype == "float32" else 2)
     return logits + activations
+
+
+def graph_bytes(info: ModelInfo, sizes: Sequence[int]) -> int:
+    """An estimate of what recorded decode steps of ``sizes`` rows take: the intermediate results of the largest, which
+    all share, and 16 MiB for each. That is a guess at what a driver keeps of a graph; a profile measures it."""
+    return workspace_bytes(info, max(sizes), max(sizes)) + len(sizes) * _GRAPH_BYTES if sizes else 0
 
 
 def free_ram(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> int:

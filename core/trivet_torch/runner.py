@@ -14,31 +14,22 @@ from trivet.errors import CacheMemoryError, ModelLoadError
 from trivet.plan import Ragged
 from trivet.roles import DraftInputs, MemoryEstimate
 from trivet.worker import PersistentBatch, StepRunner, forward_batch, prepare_inputs
+from trivet_kernels.transfer import to_device
 from trivet_schemas.options import format_size
 from trivet_schemas.sampling import SamplingParams
 from trivet_torch.allocator import Trimmer, loading
 from trivet_torch.graphs import CudaBackend, DecodeGraphs, GraphBackend, default_sizes
-from trivet_torch.memory import available_bytes, device_memory, workspace_bytes
+from trivet_torch.memory import available_bytes, device_memory, graph_bytes, workspace_bytes
 from trivet_torch.options import RunnerOptions
 from trivet_torch.trial import largest_step, measure, trial_layout
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from trivet.context import WorkerContext
     from trivet.plan import StepPlan
     from trivet.result import StepResult
     from trivet.roles import ForwardBatch, ForwardOutput, KVLayout, ModelInfo, WorkerInfo
 
 logger = logging.getLogger("trivet.runner")
-
-
-def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A tensor of the array's type on the device; on a CPU it shares the array's memory where that is writable."""
-    if not array.flags.writeable:
-        array = array.copy()  # a view of a message; torch has no read-only tensors
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -114,8 +105,10 @@ class TorchRunner(StepRunner):
         what the memory goes to."""
         super().allocate(layout)
         self._graphs = self._make_graphs(layout, self._graph_sizes)
-        if self._graphs is not None:
-            self._record(self._graphs)
+        if self._graphs is None:
+            self._say_why_not_recorded()
+        else:
+            self._record_all(self._graphs)
         measured = self._info.workspace_bytes
         workspace, how = (self._estimate(self._info.model), "estimated") if measured is None else (measured, "measured")
         logger.info(
@@ -152,13 +145,9 @@ class TorchRunner(StepRunner):
         return default_sizes(limit) if given is None else sorted({min(size, limit) for size in given})
 
     def _make_graphs(self, layout: KVLayout, sizes: list[int]) -> DecodeGraphs | None:
-        """Graphs yet to be recorded; None where there are none, with the reason in the log."""
+        """Graphs yet to be recorded; None where there are none."""
         backend = self._graph_backend()
-        if backend is None or self._options.enforce_eager or not sizes:
-            return None
-        problem = self._not_recordable()
-        if problem is not None:
-            logger.info("decode steps run without CUDA graphs: %s", problem)
+        if backend is None or self._options.enforce_eager or not sizes or self._not_recordable() is not None:
             return None
         return DecodeGraphs(
             backend,
@@ -171,15 +160,57 @@ class TorchRunner(StepRunner):
         )
 
     def _not_recordable(self) -> str | None:
+        """What stands against recording decode steps."""
         if self._relays:
             return "a connector or cache tier is told of every layer"
-        parts = {"model": self._model.capturable, "attention": self._attention.capturable}
-        lacking = [f"{role} {type(self._context.get(role)).__name__}" for role, able in parts.items() if not able]
+        model, attention = self._model, self._attention
+        lacking = []
+        if not model.capturable:
+            because = "" if model.capture_problem is None else f" ({model.capture_problem})"
+            lacking.append(f"model {type(model).__name__}{because}")
+        if not attention.capturable:
+            lacking.append(f"attention {type(attention).__name__}")
         return f"{' and '.join(lacking)} cannot be recorded" if lacking else None
+
+    def _say_why_not_recorded(self) -> None:
+        """A warning if graphs were asked for, else a line in the log; nothing where nobody would expect any."""
+        options = self._options
+        if options.enforce_eager or options.cudagraph_capture_sizes == []:
+            return
+        if self._graph_backend() is None:
+            asked, problem = options.cudagraph_capture_sizes is not None, f"device {self._device} has none"
+            if not asked:
+                return
+        else:
+            asked = bool(options.model_fields_set & {"enforce_eager", "cudagraph_capture_sizes"})
+            problem = self._not_recordable() or "no batch size is left to record"
+        logger.log(logging.WARNING if asked else logging.INFO, "decode steps run without CUDA graphs: %s", problem)
+
+    def _record_all(self, graphs: DecodeGraphs) -> None:
+        try:
+            taken = self._record(graphs)
+        except torch.OutOfMemoryError as exc:
+            raise CacheMemoryError(
+                f"recording decode steps as CUDA graphs takes more than weights and KV cache leave of the memory of "
+                f"{self._device}; set gpu_memory_utilization lower, cudagraph_capture_sizes shorter, or enforce_eager: "
+                f"{exc}"
+            ) from exc
+        kept = self._estimated_graph_bytes(self._info.model)
+        if not self._profiles and taken > kept:
+            logger.warning(
+                "CUDA graphs took %s, and %s were kept for them: with profile: true what they take is measured",
+                format_size(taken),
+                format_size(kept),
+            )
 
     @torch.inference_mode()
     def _record(self, graphs: DecodeGraphs) -> int:
         return graphs.capture()
+
+    def _estimated_graph_bytes(self, info: ModelInfo) -> int:
+        if self._graph_backend() is None or self._options.enforce_eager or self._not_recordable() is not None:
+            return 0
+        return graph_bytes(info, self._graph_sizes)
 
     def _prepare_device(self) -> str:
         self._device = resolve_device(self._context.device)
@@ -188,9 +219,10 @@ class TorchRunner(StepRunner):
     def _available_bytes(self, info: ModelInfo) -> int:
         # What is measured is taken off later; on a CPU the estimate is part of what the share leaves free.
         estimated = self._device.type == "cuda" and not self._profiles
+        graphs = 0 if self._profiles else self._estimated_graph_bytes(info)
         return available_bytes(
             self._device,
-            workspace=self._estimate(info) if estimated else 0,
+            workspace=(self._estimate(info) if estimated else 0) + graphs,
             gpu_share=self._options.gpu_memory_utilization,
             cpu_share=self._options.cpu_memory_share,
         )

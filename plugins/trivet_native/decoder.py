@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trivet_native.layers import capture_problem
 from trivet_torch.embedding import DeviceEmbedding
 from trivet_torch.linear import PlainLinear
 
@@ -77,6 +78,14 @@ class Decoder:
         logits = self._head(hidden)
         cap = self._spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    @property
+    def capture_problem(self) -> str | None:
+        """What of the weights' layers cannot be recorded into a CUDA graph, None if all can."""
+        for index, block in enumerate(self._blocks):
+            if (problem := block.weights.capture_problem) is not None:
+                return f"layer {index}: {problem}"
+        return capture_problem({"lm_head": self._head})
 
     @property
     def sinks(self) -> list[Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -74,7 +74,19 @@ class FeedForward(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     @property
+    def capture_problem(self) -> str | None:
+        """What of it cannot be recorded into a CUDA graph, None if all can."""
+
+    @property
     def weight_bytes(self) -> int: ...
+
+
+def capture_problem(layers: Mapping[str, Linear | None]) -> str | None:
+    """The first of ``layers`` whose product cannot be recorded into a CUDA graph, by its name and kind."""
+    for name, layer in layers.items():
+        if layer is not None and not layer.capturable:
+            return f"{name} is a {type(layer).__name__}"
+    return None
 
 
 def gate_with(activation: Activation, ops: Ops) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -101,6 +113,7 @@ class GatedMLP:
         ``fused`` is its activation, if the layer may compute it with the product."""
         self.gate_up, self.down, self.fused = gate_up, down, fused
         self._gate, self._scratch = gate, scratch
+        self.capture_problem = capture_problem({"mlp.gate_up": gate_up, "mlp.down": down})
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -137,6 +150,11 @@ class BlockWeights:
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     sinks: Tensor | None = None
+
+    @property
+    def capture_problem(self) -> str | None:
+        """What of the layer cannot be recorded into a CUDA graph."""
+        return capture_problem({"qkv": self.qkv, "out": self.out}) or self.mlp.capture_problem
 
     @property
     def num_bytes(self) -> int:

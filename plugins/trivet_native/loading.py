@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trivet_kernels import moe
 from trivet_native.fused import Workspace, fused_block
 from trivet_native.layers import SLICE, Block, BlockWeights, FeedForward, GatedMLP, Scratch, gate_with
 from trivet_native.moe import ClampedSwiGLU, Experts
@@ -170,7 +171,6 @@ class Loader:
 
     def _experts(self, path: str, experts: ExpertsSpec) -> Experts:
         hidden = self._spec.hidden_size
-        gate = None if experts.clamped is None else ClampedSwiGLU(*experts.clamped)
         shared = shared_gate = None
         if experts.shared_size:
             shared = self._mlp(f"{path}.mlp.shared_expert", experts.gate_up, experts.down, experts.shared_size)
@@ -178,20 +178,55 @@ class Loader:
         return Experts(
             experts,
             self._linear([f"{path}.{experts.router}"], [experts.count], hidden, bias=experts.bias, quantise=False),
-            [
-                self._mlp(
-                    f"{path}.{experts.expert.format(index)}",
-                    experts.gate_up,
-                    experts.down,
-                    experts.intermediate_size,
-                    bias=experts.bias,
-                    gate=gate,
-                )
-                for index in range(experts.count)
-            ],
+            self._stacked(path, experts) or self._separate(path, experts),
             shared,
             shared_gate,
         )
+
+    def _separate(self, path: str, experts: ExpertsSpec) -> list[FeedForward]:
+        """Every expert as a network of its own."""
+        gate = None if experts.clamped is None else ClampedSwiGLU(*experts.clamped)
+        return [
+            self._mlp(
+                f"{path}.{experts.expert.format(index)}",
+                experts.gate_up,
+                experts.down,
+                experts.intermediate_size,
+                bias=experts.bias,
+                gate=gate,
+            )
+            for index in range(experts.count)
+        ]
+
+    def _stacked(self, path: str, experts: ExpertsSpec) -> moe.StackedExperts | None:
+        """All experts in one tensor, where they are multiplied at once; None where that is not done."""
+        size, hidden = experts.intermediate_size, self._spec.hidden_size
+        paths = [f"{path}.{experts.expert.format(index)}" for index in range(experts.count)]
+        gate_up = [[f"{expert}.{name}" for name in experts.gate_up] for expert in paths]
+        down = [[f"{expert}.{experts.down}"] for expert in paths]
+        if not moe.serves(self._device) or any(self._taker(names, None) is not None for names in (*gate_up, *down)):
+            return None
+        first, first_bias = self._stack(gate_up, _shares([size, size], len(experts.gate_up)), hidden, bias=experts.bias)
+        second, second_bias = self._stack(down, [hidden], size, bias=experts.bias)
+        slope, limit = experts.clamped or (0.0, 0.0)
+        activation = self._spec.activation if experts.clamped is None else "clamped"
+        return moe.StackedExperts(first, second, activation, first_bias, second_bias, slope, limit)
+
+    def _stack(
+        self, names: Sequence[Sequence[str]], sizes: Sequence[int], width: int, *, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Matrices ``[len(names), sum(sizes), width]`` of layers of one kind, and their biases ``[len(names),
+        sum(sizes)]``; one layer at a time is there twice."""
+        rows = sum(sizes)
+        weight = torch.empty(len(names), rows, width, dtype=self._dtype, device=self._device)
+        biases = torch.empty(len(names), rows, dtype=self._dtype, device=self._device) if bias else None
+        for index, parts in enumerate(names):
+            made = self._linear(parts, sizes, width, bias=bias)
+            assert isinstance(made, PlainLinear), "experts are stacked on accelerators, without quantization"
+            weight[index] = made.weight
+            if biases is not None and made.bias is not None:
+                biases[index] = made.bias
+        return weight, biases
 
     def _linear(
         self,

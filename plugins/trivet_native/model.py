@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from trivet.errors import ModelLoadError
@@ -16,6 +17,7 @@ from trivet.roles.kv import LayerKVSpec
 from trivet.roles.model import ForwardBatch, ForwardOutput, Model, ModelInfo
 from trivet_kernels.ops import ops_for
 from trivet_kernels.reference.ops import ReferenceOps
+from trivet_kernels.transfer import to_device
 from trivet_native.decoder import Decoder
 from trivet_native.families import make_spec
 from trivet_native.fields import FAMILIES
@@ -101,7 +103,8 @@ class NativeModel(Model):
         self._pooling: dict[int, int] = {}
         self._scales = cache_scales(weights, len(spec.layers), spec.num_kv_heads, device)
         self._decoder = self._build(weights, device)
-        self.capturable = self._can_be_recorded(device)
+        self.capture_problem = self._capture_problem(device)
+        self.capturable = self.capture_problem is None
         return ModelInfo(
             vocab_size=spec.vocab_size,
             max_model_len=longest,
@@ -162,16 +165,15 @@ class NativeModel(Model):
             return ("generate", "embed")
         return ("embed", "classify", "score") if len(self._score) == 1 else ("embed", "classify")
 
-    def _can_be_recorded(self, device: torch.device) -> bool:
-        """See :attr:`Model.capturable`. On a CPU embeddings are read from the file; with experts their counts are read;
-        what a quantization provider computes is not known here."""
-        return (
-            device.type != "cpu"
-            and not self._classifies
-            and not self._options.compile
-            and self._context.get("quantization") is None
-            and all(layer.experts is None for layer in self._spec.layers)
-        )
+    def _capture_problem(self, device: torch.device) -> str | None:
+        """See :attr:`Model.capture_problem`."""
+        if device.type == "cpu":
+            return "on a CPU embeddings are read from the model's file"
+        if self._classifies:
+            return "a classifier draws no tokens"
+        if self._options.compile:
+            return "plugins.model.compile is set"
+        return self._decoder.capture_problem
 
     def kv_specs(self) -> list[LayerKVSpec]:
         spec = self._spec
@@ -218,7 +220,7 @@ class NativeModel(Model):
     @torch.inference_mode()
     def pool(self, hidden: Any, last: Int32, slots: Int32) -> Any:
         """See :meth:`Model.pool`: ``[n, num_labels]`` in float32 where scores are asked for."""
-        chosen = hidden[last.tolist()]
+        chosen = hidden[to_device(last.astype(np.int64), hidden.device)]
         if self._score is None or self._pooling[int(slots[0])] == Task.EMBED:
             return chosen
         return chosen.float() @ self._score.t()

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trivet_kernels.moe import StackedExperts, mixture
+from trivet_native.layers import capture_problem
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -37,15 +40,16 @@ class Experts:
     """Every token goes through the ``top_k`` experts that its router scores highest, and through the shared expert if
     there is one (Shazeer et al., "Outrageously Large Neural Networks", 2017).
 
-    Tokens are sorted by expert, so that each expert that has tokens computes them in one product. A token's outputs are
-    added up in the order of its experts' scores, in float32: its result does not depend on its neighbours.
+    Stacked experts are multiplied all at once. Of others, tokens are sorted by expert, so that each expert that has
+    tokens computes them in one product. A token's outputs are added up in the order of its experts' scores, in float32:
+    its result does not depend on its neighbours.
     """
 
     def __init__(
         self,
         spec: ExpertsSpec,
         router: Linear,
-        experts: Sequence[FeedForward],
+        experts: Sequence[FeedForward] | StackedExperts,
         shared: FeedForward | None = None,
         shared_gate: Linear | None = None,
     ) -> None:
@@ -55,16 +59,10 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = route(self._spec, self._router(x))
-        rows, top_k = chosen.shape
-        if rows == 1:
-            outputs = torch.cat([self._experts[expert](x) for expert in chosen[0].tolist()])
+        if isinstance(self._experts, StackedExperts):
+            out = mixture(x, chosen, weights, self._experts)
         else:
-            outputs = self._grouped(x, chosen.flatten())
-        outputs = outputs.view(rows, top_k, -1)
-        total = outputs[:, 0].float() * weights[:, :1]
-        for place in range(1, top_k):
-            total.addcmul_(outputs[:, place].float(), weights[:, place : place + 1])
-        out = total.to(x.dtype)
+            out = self._separate(x, chosen, weights, self._experts)
         if self._shared is not None:
             shared = self._shared(x)
             if self._shared_gate is not None:
@@ -72,7 +70,20 @@ class Experts:
             out = out + shared
         return out
 
-    def _grouped(self, x: Tensor, chosen: Tensor) -> Tensor:
+    def _separate(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[FeedForward]) -> Tensor:
+        """The weighted sums ``[T, hidden_size]`` of experts that are layers of their own."""
+        rows, top_k = chosen.shape
+        if rows == 1:
+            outputs = torch.cat([experts[expert](x) for expert in chosen[0].tolist()])
+        else:
+            outputs = self._grouped(x, chosen.flatten(), experts)
+        outputs = outputs.view(rows, top_k, -1)
+        total = outputs[:, 0].float() * weights[:, :1]
+        for place in range(1, top_k):
+            total.addcmul_(outputs[:, place].float(), weights[:, place : place + 1])
+        return total.to(x.dtype)
+
+    def _grouped(self, x: Tensor, chosen: Tensor, experts: Sequence[FeedForward]) -> Tensor:
         """The output of each token's experts ``[T * top_k, hidden_size]``; ``chosen`` ``[T * top_k]``."""
         order = torch.argsort(chosen, stable=True)
         inputs = x[order // self._spec.top_k]
@@ -81,15 +92,24 @@ class Experts:
         for expert, count in enumerate(torch.bincount(chosen, minlength=self._spec.count).tolist()):
             if count:
                 part = slice(first, first + count)
-                sorted_outputs[part] = self._experts[expert](inputs[part])
+                sorted_outputs[part] = experts[expert](inputs[part])
                 first += count
         outputs = torch.empty_like(sorted_outputs)
         outputs[order] = sorted_outputs
         return outputs
 
     @property
+    def capture_problem(self) -> str | None:
+        """See :class:`trivet_native.layers.FeedForward`."""
+        if not isinstance(self._experts, StackedExperts):
+            return "the numbers of the experts' tokens are read, which are multiplied one expert after the other"
+        problem = capture_problem({"router": self._router, "shared_expert_gate": self._shared_gate})
+        return problem if problem is not None or self._shared is None else self._shared.capture_problem
+
+    @property
     def weight_bytes(self) -> int:
-        parts = [self._router, *self._experts, self._shared, self._shared_gate]
+        experts = [self._experts] if isinstance(self._experts, StackedExperts) else self._experts
+        parts = [self._router, *experts, self._shared, self._shared_gate]
         return sum(part.weight_bytes for part in parts if part is not None)
 
 

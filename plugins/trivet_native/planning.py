@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trivet.roles import Quantization
-    from trivet_native.spec import DecoderSpec
+    from trivet_native.spec import DecoderSpec, ExpertsSpec
     from trivet_torch.embedding import Embedding
     from trivet_torch.weights.stored import StoredWeights
 
@@ -126,6 +126,9 @@ class _Planner(Loader):
         else:
             num_bytes = planned_bytes(rows, width, bias=bias, dtype=self._dtype, device=self._device)
         return _Sized(rows, width, num_bytes)
+
+    def _stacked(self, path: str, experts: ExpertsSpec) -> None:
+        return None  # as large as they are one by one
 
     def _vector(self, name: str, size: int) -> Tensor:
         self._weights.expect(name, (size,))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from worker_kit import Context, Driver, GreedySampler, SlowAttention, greedy, make_layout, make_model, save_model
 
+from trivet.errors import CacheMemoryError
 from trivet.roles import AttentionMetadata
 from trivet_torch.graphs import GraphBackend, default_sizes
 from trivet_torch.options import RunnerOptions
@@ -155,21 +156,47 @@ def test_chunks_and_larger_batches_are_launched_one_by_one(saved: tuple[str, Any
         assert found == greedy(model, PROMPTS[prompt], len(found))
 
 
+class Unrecordable(TransformersModel):
+    capture_problem = "layer 3: qkv is a StrangeLinear"
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [({"enforce_eager": True}, None), ({"attention": SlowAttention()}, "attention SlowAttention cannot be recorded")],
+    ("options", "level", "said"),
+    [
+        ({"enforce_eager": True}, None, ""),
+        ({"cudagraph_capture_sizes": []}, None, ""),
+        ({"attention": SlowAttention()}, "INFO", "attention SlowAttention cannot be recorded"),
+        ({"model": Unrecordable}, "INFO", "model Unrecordable (layer 3: qkv is a StrangeLinear) cannot be recorded"),
+        ({"model": TransformersModel, "cudagraph_capture_sizes": [2]}, "WARNING", "model TransformersModel cannot be"),
+        ({"model": Unrecordable, "enforce_eager": False}, "WARNING", "layer 3: qkv is a StrangeLinear"),
+    ],
 )
 def test_nothing_is_recorded_where_it_is_not_wanted_or_not_possible(
-    saved: tuple[str, Any], caplog: pytest.LogCaptureFixture, options: dict[str, Any], said: str | None
+    saved: tuple[str, Any], caplog: pytest.LogCaptureFixture, options: dict[str, Any], level: str | None, said: str
 ) -> None:
     with caplog.at_level(logging.INFO, "trivet.runner"):
         made, driver = start(saved[0], **options)
     assert made.recorded == []
-    assert (said or "") in caplog.text
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records if "CUDA graphs" in record.msg]
+    assert [name for name, _ in lines] == ([] if level is None else [level])
+    assert all(said in line for _, line in lines)
     driver.add(0, PROMPTS[0])
     for _ in range(3):
         driver.step()
     assert driver.outputs(0) == greedy(saved[1], PROMPTS[0], 3)
+
+
+@pytest.mark.parametrize("sizes", [None, [1, 2]])
+def test_a_device_without_graphs_is_named_where_sizes_are_given(
+    saved: tuple[str, Any], caplog: pytest.LogCaptureFixture, sizes: list[int] | None
+) -> None:
+    context = Context(saved[0], max_num_seqs=8, max_model_len=64)
+    context.roles = {"attention": Attention(), "sampler": GreedySampler()}
+    context.roles["model"] = Recorded(context)
+    made = TorchRunner(context, RunnerOptions(cudagraph_capture_sizes=sizes))
+    made.allocate(make_layout(made.load().specs, 4))
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert lines == ([] if sizes is None else ["decode steps run without CUDA graphs: device cpu has none"])
 
 
 def test_a_profiled_start_keeps_memory_for_all_graphs(saved: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +209,48 @@ def test_a_profiled_start_keeps_memory_for_all_graphs(saved: tuple[str, Any], mo
     # 30 MiB for the step, 64 for the largest graph, and 2 for each of the three others, as the trial found out.
     assert info.workspace_bytes == (30 + 64 + 3 * 2) << 20
     assert sorted(made.recorded) == [[8], [8, 4]]
+
+
+def loaded(name: str, **options: Any) -> GraphRunner:
+    context = Context(name, max_num_seqs=8, max_model_len=64)
+    context.roles = {"attention": Attention(), "sampler": GreedySampler()}
+    context.roles["model"] = Recorded(context)
+    made = GraphRunner(context, RunnerOptions(profile=False, **options))
+    made.load()
+    return made
+
+
+def test_without_a_profile_what_graphs_take_is_estimated(
+    saved: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trivet_torch.memory.free_ram", lambda: 64 << 30)
+    monkeypatch.setattr("trivet_torch.memory._GRAPH_BYTES", 1 << 30)
+    free = loaded(saved[0], enforce_eager=True)._info.available_bytes
+    one, three = (loaded(saved[0], cudagraph_capture_sizes=sizes)._info.available_bytes for sizes in ([4], [1, 2, 4]))
+    assert free - (3 << 30) - (64 << 20) < three < free - (3 << 30)
+    assert one - three == 2 << 30
+
+
+def test_graphs_that_took_more_than_was_kept_are_said(
+    saved: tuple[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trivet_torch.memory._GRAPH_BYTES", 1)
+    start(saved[0], cudagraph_capture_sizes=[8], profile=False)
+    assert "CUDA graphs took 64MiB, and " in caplog.text
+    assert "with profile: true what they take is measured" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr("trivet_torch.memory._GRAPH_BYTES", 64 << 20)
+    start(saved[0], cudagraph_capture_sizes=[8], profile=False)
+    assert not caplog.text
+
+
+def test_no_memory_left_for_graphs_names_the_options(saved: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(recorder: Recorder, work: Callable[[], Any]) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(Recorder, "capture", lacking)
+    with pytest.raises(CacheMemoryError, match=r"gpu_memory_utilization lower, .* or enforce_eager.*2 GiB"):
+        start(saved[0])
 
 
 def test_sizes_reach_from_one_row_to_all_that_may_run() -> None:

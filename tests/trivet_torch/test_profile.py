@@ -274,6 +274,8 @@ def test_on_a_gpu_the_cache_gets_what_the_step_leaves(cuda: FakeCuda, wide: tupl
     assert made._available_bytes(info) == before, "the measured step is taken off afterwards"  # type: ignore[arg-type]
     unmeasured = runner(wide[0], False)
     unmeasured._device = CUDA
+    context = made.context  # type: ignore[attr-defined]
+    unmeasured._model, unmeasured._attention = context.get("model"), context.get("attention")
     estimate = unmeasured._estimate(info)  # type: ignore[arg-type]
     assert unmeasured._available_bytes(info) == before - estimate  # type: ignore[arg-type]
 

@@ -76,6 +76,8 @@ class Model(Role):
     #: whether :meth:`forward` of a decode step can be recorded into a CUDA graph, and replayed with other contents of
     #: the same tensors: it reads nothing from the device and takes no decision from what tensors hold
     capturable: bool = False
+    #: which part of the model stands against it where :attr:`capturable` is False, for the log; set by :meth:`load`
+    capture_problem: str | None = None
 
     def check(self) -> None:
         """Raise :class:`trivet.errors.ModelLoadError` for what the configuration alone rules out, such as quantised

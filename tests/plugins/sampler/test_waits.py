@@ -77,7 +77,7 @@ class Copies(TorchDispatchMode):
         devices = {x.device.type for x in flat if isinstance(x, Tensor)}
         assert len(devices) < 2, f"{func} takes tensors of {devices}"
         if func is torch.ops.aten._to_copy.default and devices == {"cpu"} and given.get("device") == META:
-            assert given["non_blocking"], "a copy to the device that is waited for"
+            assert given.get("non_blocking"), "a copy to the device that is waited for"
             self.sent += 1
         return func(*args, **given)
 
