@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,15 +24,35 @@ BLOCK_SIZE = 16
 _CEILINGS: dict[str, float] = {}
 
 
-def seconds(args: argparse.Namespace, run: Callable[[], object]) -> float:
-    """Median seconds of a call whose data is not in the cache; one call in the interpreter."""
+def seconds(args: argparse.Namespace, calls: Sequence[Callable[[], object]], *, recorded: bool = True) -> float:
+    """Median seconds of a call, of calls that do the same on copies of the data; one run in the interpreter.
+
+    Without ``recorded`` calls are launched in place of recorded into a graph, for what is not fit for that and takes
+    far longer than its launches.
+    """
+    if args.device == "meta":
+        calls[0]()
+        return 1.0
     if args.interpret:
         began = time.perf_counter()
-        run()
+        calls[0]()
         return time.perf_counter() - began
+    if recorded:
+        from trivet_kernels.triton.measure import graph_seconds
+
+        return graph_seconds(calls)
     import triton
 
-    return float(triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median")) / 1e3
+    return float(triton.testing.do_bench(calls[0], warmup=10, rep=40, return_mode="median")) / 1e3
+
+
+def copies(args: argparse.Namespace, num_bytes: int) -> range:
+    """Numbers of the copies of data of ``num_bytes`` that a measurement is to go over."""
+    if args.device != "cuda":
+        return range(1)
+    from trivet_kernels.triton.measure import copies_for
+
+    return range(copies_for(num_bytes, torch.device("cuda", torch.cuda.current_device())))
 
 
 def ceilings(args: argparse.Namespace, results: Results) -> None:
@@ -41,40 +61,58 @@ def ceilings(args: argparse.Namespace, results: Results) -> None:
     source = torch.ones(size, dtype=torch.uint8, device=args.device)
     target = torch.empty_like(source)
     left, right = (torch.randn(edge, edge, dtype=torch.bfloat16, device=args.device) for _ in range(2))
-    _CEILINGS["bandwidth"] = 2 * size / seconds(args, lambda: target.copy_(source))
-    _CEILINGS["matmul"] = 2 * edge**3 / seconds(args, lambda: left @ right)
+    _CEILINGS["bandwidth"] = 2 * size / seconds(args, [lambda: target.copy_(source)])
+    _CEILINGS["matmul"] = 2 * edge**3 / seconds(args, [lambda: left @ right])
     results |= {"copy_gb_per_s": _CEILINGS["bandwidth"] / 1e9, "matmul_tflop_per_s": _CEILINGS["matmul"] / 1e12}
-    print(f"   copy {results['copy_gb_per_s']:,.1f} GB/s, bf16 matmul {results['matmul_tflop_per_s']:,.2f} TFLOP/s")
+    args.note(f"   copy {results['copy_gb_per_s']:,.1f} GB/s, bf16 matmul {results['matmul_tflop_per_s']:,.2f} TFLOP/s")
+
+
+def bandwidth(args: argparse.Namespace) -> float:
+    """Bytes per second that a copy moves, read and written."""
+    if not _CEILINGS:
+        ceilings(args, {})
+    return _CEILINGS["bandwidth"]
 
 
 def attention(args: argparse.Namespace, results: Results) -> None:
-    """Decodes in GB/s and prefills in TFLOP/s, and each one's share of the ceiling."""
+    """Decodes in GB/s, then prefills in TFLOP/s, and each one's share of the ceiling."""
+    bandwidth(args)
+    lines: list[Results] = results.setdefault("lines", [])
+    args.note(f"   {'shape':<11}{'kind':<8}{'batch':>6}{'context':>9}{'us':>10}{'rate':>9}{'share':>7}{'sdpa us':>10}")
+    kinds = {
+        "decode": QUICK_DECODES if args.quick else DECODES,
+        "prefill": QUICK_PREFILLS if args.quick else PREFILLS,
+    }
+    for kind, sizes in kinds.items():
+        for shape, heads in (QUICK_SHAPES if args.quick else SHAPES).items():
+            for batch, context in sizes:
+                line = {"shape": shape, "kind": kind, "batch": batch, "context": context}
+                lines.append(line | _one_attention(args, kind, batch, context, *heads))
+                line = lines[-1]
+                args.note(
+                    f"   {shape:<11}{kind:<8}{batch:>6}{context:>9}{line['us']:>10.1f}{line['rate']:>9.1f}"
+                    f"{line['share']:>7.0%}{line['sdpa_us']:>10.1f}"
+                )
+
+
+def _one_attention(
+    args: argparse.Namespace, kind: str, batch: int, context: int, heads: int, kv_heads: int, head_dim: int
+) -> Results:
+    """Microseconds of a call by these kernels and by PyTorch's; GB/s or TFLOP/s, and the share of the ceiling."""
     from trivet_kernels.triton.attention import paged_attention
 
-    if not _CEILINGS:
-        ceilings(args, {})
-    lines: list[Results] = results.setdefault("lines", [])
-    print(f"   {'shape':<11}{'kind':<8}{'batch':>6}{'context':>9}{'us':>10}{'rate':>9}{'share':>7}{'sdpa us':>10}")
-    for shape, (heads, kv_heads, head_dim) in (QUICK_SHAPES if args.quick else SHAPES).items():
-        sizes = [("decode", *size) for size in (QUICK_DECODES if args.quick else DECODES)]
-        sizes += [("prefill", *size) for size in (QUICK_PREFILLS if args.quick else PREFILLS)]
-        for kind, batch, context in sizes:
-            queries = 1 if kind == "decode" else context
-            given = step(args, batch, queries, context, heads, kv_heads, head_dim)
-            took = seconds(args, lambda given=given: paged_attention(**given))
-            width = given["key_cache"].element_size()
-            num_bytes = 2 * batch * context * kv_heads * head_dim * width
-            flops = 2 * batch * heads * head_dim * context**2  # of the two products, half of which is masked
-            rate = num_bytes / took / 1e9 if kind == "decode" else flops / took / 1e12
-            limit = _CEILINGS["bandwidth"] / 1e9 if kind == "decode" else _CEILINGS["matmul"] / 1e12
-            del given
-            beside = seconds(args, sdpa(args, batch, queries, context, heads, kv_heads, head_dim))
-            line = {"shape": shape, "kind": kind, "batch": batch, "context": context, "us": took * 1e6, "rate": rate}
-            lines.append(line | {"share": rate / limit, "sdpa_us": beside * 1e6})
-            print(
-                f"   {shape:<11}{kind:<8}{batch:>6}{context:>9}{took * 1e6:>10.1f}{rate:>9.1f}{rate / limit:>7.0%}"
-                f"{beside * 1e6:>10.1f}"
-            )
+    queries = 1 if kind == "decode" else context
+    num_bytes = 2 * batch * context * kv_heads * head_dim * (4 if args.interpret else 2)
+    flops = 2 * batch * heads * head_dim * context**2  # of the two products, half of which is masked
+    sizes = batch, queries, context, heads, kv_heads, head_dim
+    givens = [step(args, *sizes) for _ in copies(args, num_bytes)]
+    took = seconds(args, [lambda given=given: paged_attention(**given) for given in givens])
+    del givens
+    work, limit = (num_bytes, _CEILINGS["bandwidth"]) if kind == "decode" else (flops, _CEILINGS["matmul"])
+    beside = seconds(args, [sdpa(args, *sizes) for _ in copies(args, num_bytes)])
+    rate = work / took
+    unit = 1e9 if kind == "decode" else 1e12
+    return {"us": took * 1e6, "rate": rate / unit, "share": rate / limit, "sdpa_us": beside * 1e6}
 
 
 def step(
@@ -125,25 +163,31 @@ def flex(args: argparse.Namespace, results: Results) -> None:
     given = contiguous(args, 1, context, context, heads, kv_heads, head_dim)
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, context, context, device=args.device)  # noqa: ARG005
     run = flex_attention if args.interpret else torch.compile(flex_attention)
-    took = seconds(args, lambda: run(*given, block_mask=mask, enable_gqa=True))
+    took = seconds(args, [lambda: run(*given, block_mask=mask, enable_gqa=True)], recorded=False)
     results |= {"us": took * 1e6, "tflop_per_s": 2 * heads * head_dim * context**2 / took / 1e12}
-    print(f"   prefill of {context}: {results['us']:,.1f} us, {results['tflop_per_s']:,.1f} TFLOP/s")
+    args.note(f"   prefill of {context}: {results['us']:,.1f} us, {results['tflop_per_s']:,.1f} TFLOP/s")
 
 
 def tune(args: argparse.Namespace, results: Results) -> None:
     """Which tiles the search on this device chooses for the first shape."""
     if args.interpret:
-        print("   measures nothing in the interpreter")
+        args.note("   measures nothing in the interpreter")
         return
-    from trivet_kernels.triton.attention import shape_of
-    from trivet_kernels.triton.measure import measured_tiles
-    from trivet_kernels.triton.tune import default_tiles
+    from trivet_kernels.triton.attention import paged_attention, shape_of
+    from trivet_kernels.triton.measure import measured_calls, measured_tiles
+    from trivet_kernels.triton.tune import candidates, default_tiles
 
     given = step(args, 1, 1, BLOCK_SIZE, *SHAPES["llama 8b"])
     shape = shape_of(given["query"], given["key_cache"], given["value_cache"])
-    results |= {"default": str(default_tiles(shape))}
-    results |= {"chosen": str(measured_tiles(shape, BLOCK_SIZE, torch.device(args.device)))}
-    print(f"   default {results['default']}\n   chosen  {results['chosen']}")
+    device = torch.device(args.device)
+    if args.device == "meta":
+        for call in measured_calls(shape, BLOCK_SIZE, device):
+            for tiles in candidates(shape):
+                paged_attention(**call, tiles=tiles)
+        return
+    results["default"] = str(default_tiles(shape))
+    results["chosen"] = str(measured_tiles(shape, BLOCK_SIZE, device, limit=10.0))
+    args.note(f"   default {results['default']}\n   chosen  {results['chosen']}")
 
 
 #: temperature, top_k, top_p, min_p
@@ -164,13 +208,16 @@ def sampling(args: argparse.Namespace, results: Results) -> None:
     size = 300 if args.quick else 151_936
     lines: list[Results] = results.setdefault("lines", [])
 
-    def note(what: str, rows: int, run: Callable[[], object]) -> None:
-        took = seconds(args, run)
+    def note(what: str, run: Callable[[Tensor], object], *, recorded: bool = True) -> None:
+        took = seconds(args, [lambda given=given: run(given) for given in givens], recorded=recorded)
         lines.append({"what": what, "rows": rows, "us": took * 1e6})
-        print(f"   {what:<22}{rows:>5} rows{took * 1e6:>12.1f} us")
+        args.note(f"   {what:<22}{rows:>5} rows{took * 1e6:>12.1f} us")
 
     for rows in (2,) if args.quick else (1, 8, 64, 256):
-        logits = torch.randn(rows, size, device=args.device).mul_(3).to(torch.bfloat16)
+        givens = [
+            torch.randn(rows, size, device=args.device).mul_(3).to(torch.bfloat16)
+            for _ in copies(args, 2 * rows * size)
+        ]
         for name, (temperature, top_k, top_p, min_p) in DRAWS.items():
             params = parameters(
                 np.full(rows, temperature, np.float32),
@@ -180,8 +227,8 @@ def sampling(args: argparse.Namespace, results: Results) -> None:
                 np.arange(rows),
                 np.arange(rows),
             ).to(torch.device(args.device))
-            note(name, rows, lambda logits=logits, params=params: draw(logits, size, params))
+            note(name, lambda logits, params=params: draw(logits, size, params))
         tokens = torch.zeros(rows, dtype=torch.int64, device=args.device)
-        note("logprobs", rows, lambda logits=logits, tokens=tokens: logprobs(logits, tokens, 5, size))
-        note("torch argmax", rows, lambda logits=logits: logits.argmax(1))
-        note("torch softmax and sort", rows, lambda logits=logits: logits.float().softmax(1).sort(descending=True))
+        note("logprobs", lambda logits, tokens=tokens: logprobs(logits, tokens, 5, size))
+        note("torch argmax", lambda logits: logits.argmax(1))
+        note("torch softmax and sort", lambda logits: logits.float().softmax(1).sort(descending=True), recorded=False)
