@@ -31,12 +31,14 @@ TARGETS: dict[str, tuple[str, int | str, int, int]] = {
 @dataclass(frozen=True)
 class Compiled:
     """What the compilers say of a kernel. ``spills`` is bytes of stack and local memory per thread on CUDA, and bytes
-    of scratch memory or spilled registers on ROCm, whichever is more."""
+    of scratch memory or spilled registers on ROCm, whichever is more. ``products`` names the instructions that multiply
+    matrices, without their sizes but for how many products they add up."""
 
     target: str
     shared: int
     registers: int
     spills: int
+    products: tuple[str, ...]
 
     @property
     def shared_limit(self) -> int:
@@ -87,7 +89,7 @@ def compile_for(
     answer = json.loads(line)
     if "error" in answer:
         raise RuntimeError(f"{kernel} does not compile for {target}: {answer['error']}")
-    return Compiled(target=target, **answer)
+    return Compiled(target=target, **answer | {"products": tuple(answer["products"])})
 
 
 @functools.cache
@@ -110,7 +112,7 @@ def _stop(worker: subprocess.Popen[str]) -> None:
     worker.wait(timeout=60)
 
 
-def _compile(request: Mapping[str, Any]) -> dict[str, int]:
+def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -138,7 +140,8 @@ def _compile(request: Mapping[str, Any]) -> dict[str, int]:
             for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", text)
         }
         spills = max(counts["vgpr_spill_count"] * 4, counts["private_segment_fixed_size"])
-        return {"shared": shared, "registers": counts["vgpr_count"], "spills": spills}
+        products = sorted(set(re.findall(r"\bv_s?mfmac?_\w+", text)))
+        return {"shared": shared, "registers": counts["vgpr_count"], "spills": spills, "products": products}
     tool = triton.knobs.nvidia.cuobjdump.path
     cubin = Path(os.environ.get("TMPDIR", "/tmp")) / f"trivet-{os.getpid()}.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
@@ -149,7 +152,10 @@ def _compile(request: Mapping[str, Any]) -> dict[str, int]:
     finally:
         cubin.unlink()
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
-    return {"shared": shared, "registers": used["REG"], "spills": used["STACK"] + used["LOCAL"]}
+    found = re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)(?:\S*?m\d+n\d+(k\d+))?", compiled.asm["ptx"])
+    products = sorted({" ".join(filter(None, names)) for names in found})
+    spills = used["STACK"] + used["LOCAL"]
+    return {"shared": shared, "registers": used["REG"], "spills": spills, "products": products}
 
 
 def _serve() -> None:
