@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from trivet.errors import PluginError
 from trivet.gguf import GGMLType
 from trivet.model_source import find_model
 from trivet.roles import Quantization, StoredLinear
@@ -31,15 +32,37 @@ _MAX_COLUMNS = 65536
 
 
 class PackingQuantization(Quantization):
-    """Packs weights for the native CPU kernels, or has torchao convert them on an accelerator."""
+    """Packs weights for the native CPU kernels or for those of a GPU, or has torchao convert them."""
+
+    #: options that torchao has no use for
+    _unused_by_torchao: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, context: WorkerContext, options: Int8Options | Int4Options | GgufOptions) -> None:
+        """Keep the options.
+
+        Raises:
+            PluginError: One of them was set that has no effect on the device.
+        """
         self.options = options
         self._config = context.config
         self._device = context.device
         self._accelerated = context.device.partition(":")[0] != "cpu"
         self._act_group = options.activation_group
         self._act_bits = 16 if options.activations == "int16" else 8
+        self._torchao = self._accelerated and getattr(options, "backend", "") == "torchao"
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        if self._torchao:
+            unused, place = self._unused_by_torchao, "torchao"
+            remedy = "leave it out, or set plugins.quantization.backend to triton"
+        elif self._accelerated:
+            unused, place = frozenset({"activations", "activation_group"}), self._device
+            remedy = "leave it out; activations are not rounded there"
+        else:
+            unused, place, remedy = frozenset({"backend"}), "a CPU", "leave it out"
+        for name in sorted(unused & self.options.model_fields_set):
+            raise PluginError(f"plugins.quantization.{name} has no effect on {place}: {remedy}")
 
     def accepts(self, name: str, shape: tuple[int, ...], stored: str) -> bool:
         name = name.removesuffix(".weight")
@@ -51,19 +74,28 @@ class PackingQuantization(Quantization):
 
     def linear(self, parts: Sequence[StoredLinear]) -> Linear:
         biases = [part.tensors.get("bias") for part in parts]
-        if self._accelerated:
+        if self._torchao:
             return self._convert(parts, biases)
         sources = [self._source(part) for part in parts]
+        if self._accelerated:
+            from trivet_quantization import accelerator
+
+            return accelerator.pack(sources, biases, device=self._device)
         return pack(sources, biases, act_group=self._act_group, act_bits=self._act_bits)
 
     def planned_bytes(self, parts: Sequence[StoredLinear], *, bias: bool) -> int:
-        if self._accelerated:
-            from trivet_quantization.accelerator import TorchaoLinear
+        if self._torchao:
+            from trivet_quantization.torchao import TorchaoLinear
 
             rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
             config = self._torchao_config(parts[0])
             return TorchaoLinear.planned_bytes(rows, columns, config, bias=bias, dtype=self._dtype())
-        return packed_bytes([self._source(part) for part in parts], bias=bias, act_group=self._act_group)
+        sources = [self._source(part) for part in parts]
+        if self._accelerated:
+            from trivet_quantization import accelerator
+
+            return accelerator.packed_bytes(sources, bias=bias)
+        return packed_bytes(sources, bias=bias, act_group=self._act_group)
 
     def _reads(self, stored: str) -> bool:
         """Whether weights stored like that can be converted."""
@@ -73,19 +105,19 @@ class PackingQuantization(Quantization):
     def _source(self, part: StoredLinear) -> Source:
         """The part in the format that is meant for it."""
 
-    @abstractmethod
     def _torchao_config(self, part: StoredLinear) -> Any:
-        """What torchao makes of the part."""
+        """What torchao makes of the part, for providers that have the option ``backend``."""
+        raise NotImplementedError
 
     def _convert(self, parts: Sequence[StoredLinear], biases: Sequence[Tensor | None]) -> Linear:
-        from trivet_quantization.accelerator import convert
+        from trivet_quantization.torchao import convert
 
         weights = [floats(part, 0, part.shape[0]) for part in parts]
         # The parts of a fused layer are alike: their formats differ by what a layer is for.
         return convert(weights, biases, self._torchao_config(parts[0]), device=self._device, dtype=self._dtype())
 
     def _dtype(self) -> torch.dtype:
-        """The model's, in which an accelerator computes."""
+        """The model's, in which torchao computes."""
         from trivet_torch.dtypes import resolve_dtype
 
         found = find_model(self._config.model, self._config.revision)

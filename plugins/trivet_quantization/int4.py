@@ -19,13 +19,15 @@ _GROUP = 32
 class Int4(PackingQuantization):
     """Rounds most weights to four bits in groups of 32."""
 
+    _unused_by_torchao = frozenset({"offsets", "activations", "activation_group"})
+
     def __init__(self, context: WorkerContext, options: Int4Options) -> None:
         super().__init__(context, options)
         self._eight_bits, self._offsets, self._head = options.eight_bits, options.offsets, options.lm_head
 
     def accepts(self, name: str, shape: tuple[int, ...], stored: str) -> bool:
         # torchao has whole groups only; the packing here fills the last one.
-        whole = not self._accelerated or shape[-1] % _GROUP == 0
+        whole = not self._torchao or shape[-1] % _GROUP == 0
         return whole and super().accepts(name, shape, stored)
 
     def _source(self, part: StoredLinear) -> Source:
@@ -36,7 +38,7 @@ class Int4(PackingQuantization):
         return rounded(part, eight_bits(_GROUP, part.shape[1]) if eight else four_bits(offsets=self._offsets))
 
     def _torchao_config(self, part: StoredLinear) -> Any:
-        from trivet_quantization.accelerator import eight_bit_config, four_bit_config
+        from trivet_quantization.torchao import eight_bit_config, four_bit_config
 
         return eight_bit_config(dynamic=False) if self._keeps_eight(part.name) else four_bit_config(_GROUP)
 

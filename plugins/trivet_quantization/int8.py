@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Int8(PackingQuantization):
     """Rounds weights to eight bits, symmetric about zero."""
 
+    _unused_by_torchao = frozenset({"group", "activation_group"})
+
     def __init__(self, context: WorkerContext, options: Int8Options) -> None:
         super().__init__(context, options)
         self._group = options.group
@@ -31,6 +33,6 @@ class Int8(PackingQuantization):
         return rounded(part, form)
 
     def _torchao_config(self, part: StoredLinear) -> Any:
-        from trivet_quantization.accelerator import eight_bit_config
+        from trivet_quantization.torchao import eight_bit_config
 
         return eight_bit_config(dynamic=self._act_bits == 8)

@@ -11,19 +11,27 @@ class _Common(Options):
     exclude: tuple[str, ...] = ()
     """Layers to leave alone: shell patterns for their names, such as `*.o_proj` or `model.layers.0.*`."""
     activations: Literal["int8", "int16"] = "int8"
-    """What activations are rounded to in front of each product. `int16` is as good as bfloat16 and takes twice as long
-    where many tokens are computed at a time; a single stream is not slower."""
+    """What activations are rounded to in front of each product, on a CPU (a GPU multiplies them as they are) and by
+    torchao. `int16` is as good as bfloat16 and takes twice as long where many tokens are computed at a time; a single
+    stream is not slower."""
     activation_group: Literal[32, 64, 128] | None = 32
-    """Values of an activation that share a scale, at least as many as share one of the weights'. None: the whole row,
-    which is least accurate."""
+    """Values of an activation that share a scale, at least as many as share one of the weights', on a CPU. None: the
+    whole row, which is least accurate."""
 
 
-class Int8Options(_Common):
+class _Rounding(_Common):
+    backend: Literal["triton", "torchao"] = "triton"
+    """What multiplies on a GPU: the Triton kernel of this package, or torchao (the extra `trivet[torchao]`), which has
+    formats of its own: `group`, `offsets` and `activation_group` have no effect there, and `activations: int16` leaves
+    activations as they are."""
+
+
+class Int8Options(_Rounding):
     """Weights of eight bits, symmetric about zero."""
 
     activation_group: Literal[32, 64, 128] | None = 128
     """Values of an activation that share a scale, at least as many as share one of the weights', unless those have one
-    for the whole row. None: the whole row, which is least accurate."""
+    for the whole row, on a CPU. None: the whole row, which is least accurate."""
     group: Literal[32, 64, 128] | None = 128
     """Values of a row that share a scale. The longer, the faster and the less accurate; with 32 blocks of a GGUF file
     are taken over without loss. None: the whole row."""
@@ -31,7 +39,7 @@ class Int8Options(_Common):
     """Whether the output projection is quantised too."""
 
 
-class Int4Options(_Common):
+class Int4Options(_Rounding):
     """Weights of four bits in groups of 32, each with a scale and an offset."""
 
     lm_head: Literal[4, 8] | bool = 8

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, quants
-from torch import Tensor
+from quantization_kit import blocks, compare_plan, context, error, floats, stored, tokens
 
 from trivet.errors import ModelLoadError, PluginError
-from trivet.roles import StoredLinear
 from trivet.testing.suites import Suite
 from trivet_kernels.cpu import build
 from trivet_kernels.ops import ops_for
@@ -23,21 +19,6 @@ from trivet_quantization.int4 import Int4
 from trivet_quantization.int8 import Int8
 from trivet_quantization.layers import DequantizingLinear, JoinedLinear, PackedQuantizedLinear
 from trivet_quantization.options import GgufOptions, Int4Options, Int8Options
-
-# gguf-py has no quantisation for the K types, only dequantisation: their blocks are made of random bytes.
-HALVES = {
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-}
-
-
-def context(device: str = "cpu", dtype: str = "float32") -> Any:
-    return SimpleNamespace(device=device, config=SimpleNamespace(dtype=dtype, model="fake", revision=None))
 
 
 def int8(**options: Any) -> Int8:
@@ -50,41 +31,6 @@ def int4(**options: Any) -> Int4:
 
 def gguf(**options: Any) -> Gguf:
     return Gguf(context(), GgufOptions(**options))
-
-
-def floats(out: int, columns: int, seed: int = 0) -> Tensor:
-    return torch.randn(out, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
-
-
-def stored(weight: Tensor, name: str = "model.layers.0.mlp.up_proj", bias: Tensor | None = None) -> StoredLinear:
-    tensors = {"weight": weight} | ({} if bias is None else {"bias": bias})
-    return StoredLinear(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch."), tensors)
-
-
-def blocks(kind: str, out: int, columns: int, name: str = "model.layers.0.mlp.up_proj") -> tuple[StoredLinear, Tensor]:
-    """A matrix of GGUF blocks, and the weights that they are by gguf-py."""
-    ggml = GGMLQuantizationType[kind]
-    rng = np.random.default_rng(3)
-    if kind in HALVES:
-        size, width = {"IQ4_NL": (32, 18)}.get(kind, (256, None))
-        width = width or quants.quant_shape_to_byte_shape((256,), ggml)[0]
-        raw = rng.integers(0, 256, (out * columns // size, width), dtype=np.uint8)
-        for at in HALVES[kind]:
-            scale = (rng.random((len(raw), 1)) * 0.002 + 0.0005).astype(np.float16)
-            raw[:, at : at + 2] = scale.view(np.uint8)
-        raw = raw.reshape(out, -1)
-    else:
-        raw = quants.quantize(rng.normal(size=(out, columns)).astype(np.float32) * 0.05, ggml)
-    part = StoredLinear(name, (out, columns), kind, {"weight": raw})
-    return part, torch.from_numpy(quants.dequantize(raw, ggml).astype(np.float32)).view(out, columns)
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).norm() / exact.norm()).item()
-
-
-def tokens(rows: int, columns: int) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(9))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -284,6 +230,12 @@ def test_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer.weight_bytes == 64 * 256 + 2 * 64 * 8 * 4 + 64 * 4
 
 
+def test_an_option_for_a_gpu_has_no_effect_on_a_cpu() -> None:
+    for kind, options in ((Int8, Int8Options(backend="torchao")), (Int4, Int4Options(backend="triton"))):
+        with pytest.raises(PluginError, match=r"plugins\.quantization\.backend has no effect on a CPU: leave it out"):
+            kind(context(), options)
+
+
 @pytest.mark.parametrize(
     ("use", "options", "message"),
     [
@@ -291,6 +243,7 @@ def test_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ("int8", {"activations": "float"}, "activations"),
         ("int8", {"activation_group": 16}, "activation_group"),
         ("int4", {"lm_head": 5}, "lm_head"),
+        ("int8", {"backend": "cuda"}, "backend"),
         ("gguf", {"bits": 4}, "bits"),
     ],
 )
@@ -333,93 +286,6 @@ def test_blocks_with_a_scale_that_is_no_number_are_named() -> None:
         gguf().linear([part])
 
 
-class FakeTorchao:
-    """Stands in for ``torchao.quantization``: remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-
-    def quantize_(self, module: torch.nn.Linear, config: Any) -> None:
-        self.asked.append((type(config).__name__, vars(config)))
-
-    def __getattr__(self, name: str) -> type:
-        def remember(self: Any, **options: Any) -> None:
-            vars(self).update(options)
-
-        return type(name, (), {"__init__": remember})
-
-
-@pytest.fixture
-def torchao(monkeypatch: pytest.MonkeyPatch) -> FakeTorchao:
-    fake = FakeTorchao()
-    monkeypatch.setattr("trivet_quantization.accelerator._torchao", lambda: fake)
-    return fake
-
-
-def on_accelerator(kind: type, options: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = kind(context("cuda:0", "bfloat16"), options)
-    monkeypatch.setattr(made, "_device", "cpu")  # where its weights go, in want of the real one
-    return made
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "name", "config"),
-    [
-        (Int8, Int8Options(), "up_proj", "Int8DynamicActivationInt8WeightConfig"),
-        (Int8, Int8Options(activations="int16"), "up_proj", "Int8WeightOnlyConfig"),
-        (Int4, Int4Options(), "x.up_proj", "Int4WeightOnlyConfig"),
-        (Int4, Int4Options(), "x.down_proj", "Int8WeightOnlyConfig"),
-        (Int4, Int4Options(), "lm_head", "Int8WeightOnlyConfig"),
-        (Int4, Int4Options(lm_head=4), "lm_head", "Int4WeightOnlyConfig"),
-    ],
-)
-def test_torchao_on_an_accelerator(
-    kind: type, options: Any, name: str, config: str, torchao: FakeTorchao, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weight, bias = floats(48, 64), torch.arange(48.0)
-    layer = on_accelerator(kind, options, monkeypatch).linear([stored(weight, name, bias), stored(weight, name)])
-    assert [asked for asked, _ in torchao.asked] == [config]
-    x = tokens(3, 64).bfloat16()
-    exact = torch.cat([x.float() @ weight.T + bias, x.float() @ weight.T], 1)
-    assert error(layer(x).float(), exact) < 0.01
-    assert layer.weight_bytes == 96 * 64 * (4 if "4" in config else 8) // 8 + 96 * 2
-
-
-def test_blocks_on_an_accelerator(torchao: FakeTorchao, monkeypatch: pytest.MonkeyPatch) -> None:
-    part, weight = blocks("Q5_0", 40, 256)
-    layer = on_accelerator(Int8, Int8Options(), monkeypatch).linear([part])
-    x = tokens(3, 256)
-    assert error(layer(x.bfloat16()).float(), x @ weight.T) < 0.01
-
-
-def test_an_accelerator_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(PluginError, match=r"trivet\[torchao\]"):
-        on_accelerator(Int8, Int8Options(), monkeypatch).linear([stored(floats(32, 32))])
-
-
-def test_four_bits_on_an_accelerator_want_bfloat16(torchao: FakeTorchao) -> None:
-    quantization = Int4(context("cuda", "float16"), Int4Options())
-    assert not quantization.accepts("up_proj", (64, 48), "float16")
-    with pytest.raises(PluginError, match=r"dtype is float16: set dtype to bfloat16"):
-        quantization.linear([stored(floats(32, 32))])
-
-
-def test_gguf_on_an_accelerator() -> None:
-    with pytest.raises(PluginError, match=r"the device is cuda:1: set plugins.quantization to int8 or int4"):
-        Gguf(context("cuda:1"), GgufOptions())
-
-
-def compare_plan(quantization: Any, parts: list[StoredLinear]) -> None:
-    """What a layer will take, told without its tensors, is what it takes."""
-    bare = [dataclasses.replace(part, tensors={}) for part in parts]
-    planned = quantization.planned_bytes(bare, bias="bias" in parts[0].tensors)
-    assert planned == quantization.linear(parts).weight_bytes
-
-
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("columns", [1, 16, 40, 128, 256, 320])
 @pytest.mark.parametrize("rows", [1, 32, 47])
@@ -451,11 +317,3 @@ def test_plans_of_blocks(kind: str, native: bool, monkeypatch: pytest.MonkeyPatc
     other, _ = blocks("Q8_0", 24, 512)
     for quantization in (gguf(), gguf(activation_group=128), int8(), int8(group=32), int4(), int4(offsets=False)):
         compare_plan(quantization, [part, other, part])
-
-
-def test_plans_on_an_accelerator(torchao: FakeTorchao, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, bias = floats(48, 64), torch.arange(48.0)
-    for kind, options in ((Int8, Int8Options()), (Int4, Int4Options()), (Int4, Int4Options(eight_bits=()))):
-        quantization = on_accelerator(kind, options, monkeypatch)
-        compare_plan(quantization, [stored(weight, "a.v_proj", bias), stored(weight, "a.v_proj", bias)])
-        compare_plan(quantization, [stored(weight)])
