@@ -50,13 +50,14 @@ def choose_tile(rows: int, outputs: int, dtype: torch.dtype, arch: str) -> Tile:
         return Tile(32, 16, 4, 2, options)
     block_m = min(128, max(16, triton.next_power_of_2(rows)))
     block_n = 64 if block_m < 128 or outputs % 128 else 128
+    few = block_m <= 32
     if arch.startswith("gfx"):
         num_stages = 2
-    elif arch.startswith("sm_8"):
-        num_stages = 4 if block_m <= 32 else 3
-    else:
+    elif arch.startswith(("sm_9", "sm_10")):
         # With few rows weights must be on their way for all of the time that memory takes to answer.
-        num_stages = 8 if block_m <= 32 else 4
+        num_stages = 8 if few else 4
+    else:
+        num_stages = 4 if few else 3  # 99 KiB of shared memory are all that most have
     return Tile(block_n, block_m, block_n // 16, num_stages, options)
 
 

@@ -256,7 +256,8 @@ def compiled(name: str, rows: int, target: str, dtype: str = "bf16", size: int =
 
 
 def check(record: Compiled) -> None:
-    assert 0 < record.shared <= record.shared_limit
+    # Other GPUs than those of data centres take the tiles of sm_80 and have less memory.
+    assert 0 < record.shared <= (99 * 1024 if record.target == "sm_80" else record.shared_limit)
     assert record.spills == 0
 
 

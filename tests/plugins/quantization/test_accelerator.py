@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from native_kit import make_model, native_runner, save
 from quantization_kit import blocks, compare_plan, context, error, floats, stored, tokens
 
 from trivet.errors import ModelLoadError, PluginError
@@ -98,6 +100,22 @@ def test_graphs_may_record_it(make: Any) -> None:
     layer = make(Int8Options()).linear([stored(floats(40, 64))])
     assert isinstance(layer, TritonLinear)
     assert layer.capturable
+
+
+def test_a_model_draws_the_same_tokens_alone_and_in_a_batch(tmp_path: Path, make: Any) -> None:
+    """With weights of four and of eight bits."""
+    folder = save(make_model("qwen2", num_hidden_layers=1), tmp_path)
+    prompts = [[5, 9, 40, 11, 60, 33, 2], list(range(3, 24))]
+
+    def drawn(prompts: list[list[int]]) -> list[list[int]]:
+        driver = native_runner(folder, quantization=make(Int4Options(), "float32"))
+        for slot, prompt in enumerate(prompts):
+            driver.add(slot, prompt)
+        for _ in range(4):
+            driver.step()
+        return [driver.outputs(slot) for slot in range(len(prompts))]
+
+    assert drawn(prompts) == [drawn([prompt])[0] for prompt in prompts]
 
 
 def test_weights_that_no_float16_scale_reaches(make: Any) -> None:
