@@ -28,7 +28,7 @@ from trivet_kernels.triton.compat import architecture
 
 Results = dict[str, Any]
 #: kernels that take several seconds to compile
-_SLOW = {"draw_kernel", "prefill_kernel", "decode_kernel"}
+_SLOW = {"draw_kernel", "prefill_kernel", "decode_kernel", "product_kernel"}
 #: addresses that are multiples of this get their own variant of a kernel
 _ALIGNMENT = 16
 
@@ -139,12 +139,14 @@ def _launch_all(args: argparse.Namespace) -> None:
         "cache": _gpu_correctness.cache,
         "ops": _gpu_correctness.operations,
         "experts": _gpu_correctness.experts,
+        "quantized": _gpu_correctness.quantized,
         "logits": _gpu_correctness.logits,
         "sampling": _gpu_correctness.sampling,
         "speed": _gpu_speed.attention,
         "decode": lambda args, _: _gpu_decode.launch_attention("8b", args),
         "decode_1b": lambda args, _: _gpu_decode.launch_attention("1b", args),
         "sampling_speed": _gpu_speed.sampling,
+        "products": _gpu_speed.products,
         "tune": _gpu_speed.tune,
     }
     for name, part in parts.items():

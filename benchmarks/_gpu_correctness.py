@@ -358,6 +358,51 @@ def experts(args: argparse.Namespace, results: Results) -> None:
     checks.conclude()
 
 
+#: values of a group (0: a row), bits, zero point, whether there are offsets, whether scales are float32
+WEIGHTS = {
+    "int8": (128, 8, 128, False, True),
+    "int8 by rows": (0, 8, 128, False, True),
+    "int4": (32, 4, 0, True, False),
+    "Q3_K": (16, 4, 4, False, False),
+    "Q6_K": (16, 8, 128, False, False),
+}
+
+
+def quantized_layer(name: str, columns: int, outputs: int, device: str) -> tuple[Any, Any]:
+    """A layer of random weights, and these as a matrix; on ``meta`` nothing is put into the layer."""
+    from trivet_kernels.reference.quantized import QuantizedMatrix
+    from trivet_kernels.triton.quantized import QuantizedLinear
+
+    segment, bits, zero_point, offsets, wide_scale = WEIGHTS[name]
+    segment = segment or -(-columns // 16) * 16
+    groups = -(-columns // segment)
+    values = torch.randint(0, 1 << bits, (outputs, groups * segment), dtype=torch.uint8, device=device)
+    scale, offset = ((torch.randn(outputs, groups, device=device) * 0.01).half().float() for _ in range(2))
+    matrix = QuantizedMatrix(values, scale, offset if offsets else None, columns, segment, bits, zero_point)
+    form: dict[str, Any] = {"segment": segment, "bits": bits, "zero_point": zero_point}
+    layer = QuantizedLinear(columns, outputs, **form, offsets=offsets, wide_scale=wide_scale, device=device)
+    if device != "meta":
+        layer.put(matrix)
+    return layer, matrix
+
+
+def quantized(args: argparse.Namespace, results: Results) -> None:
+    """Products with weights of eight and four bits."""
+    torch.manual_seed(args.seed)
+    checks, dtype = Checks(args, results), _dtype(args)
+    for columns, outputs in ((80, 40),) if args.quick else ((4096, 6144), (900, 1001)):
+        for name in WEIGHTS:
+            layer, matrix = quantized_layer(name, columns, outputs, args.device)
+            for rows in (3,) if args.quick else (1, 17, 200):
+                x = torch.randn(rows, columns, dtype=dtype, device=args.device)
+                with poisoned():
+                    got = layer(x)
+                if not checks.dry:
+                    expected = x.double() @ matrix.dequantized(torch.float64).T
+                    checks.near(f"{name}, {columns} to {outputs}, {rows} rows", got, expected)
+    checks.conclude()
+
+
 def logits(args: argparse.Namespace, results: Results) -> None:
     """Masks, biases and penalties."""
     from trivet_kernels.reference import logits as reference

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -166,6 +167,29 @@ def flex(args: argparse.Namespace, results: Results) -> None:
     took = seconds(args, [lambda: run(*given, block_mask=mask, enable_gqa=True)], recorded=False)
     results |= {"us": took * 1e6, "tflop_per_s": 2 * heads * head_dim * context**2 / took / 1e12}
     args.note(f"   prefill of {context}: {results['us']:,.1f} us, {results['tflop_per_s']:,.1f} TFLOP/s")
+
+
+def products(args: argparse.Namespace, results: Results) -> None:
+    """Products of few rows with quantised weights, as GB/s of weights and beside PyTorch's with bfloat16 weights."""
+    from _gpu_correctness import quantized_layer
+
+    columns, outputs = (80, 40) if args.quick else (4096, 28_672)
+    lines: list[Results] = results.setdefault("lines", [])
+    dtype = torch.float32 if args.interpret else torch.bfloat16
+    weights: dict[str, tuple[int, list[Callable[[Tensor], Tensor]]]] = {}
+    plain = [
+        torch.randn(outputs, columns, dtype=dtype, device=args.device).T for _ in copies(args, 2 * outputs * columns)
+    ]
+    weights["bfloat16"] = plain[0].nbytes, [lambda x, weight=weight: x @ weight for weight in plain]
+    for name in ("int8", "int4"):
+        layers = [quantized_layer(name, columns, outputs, args.device)[0] for _ in copies(args, outputs * columns // 2)]
+        weights[name] = layers[0].weight_bytes, layers
+    for rows in (2,) if args.quick else (1, 16, 64, 256):
+        x = torch.randn(rows, columns, dtype=dtype, device=args.device)
+        for name, (num_bytes, multiply) in weights.items():
+            took = seconds(args, [functools.partial(each, x) for each in multiply])
+            lines.append({"weights": name, "rows": rows, "us": took * 1e6, "gb_per_s": num_bytes / took / 1e9})
+            args.note(f"   {name:<9}{rows:>5} rows{took * 1e6:>10.1f} us{num_bytes / took / 1e9:>9,.0f} GB/s")
 
 
 def tune(args: argparse.Namespace, results: Results) -> None:

@@ -1,19 +1,21 @@
 """Whether the Triton kernels are right and fast on the GPU at hand, within five minutes.
 
-    benchmarks/gpu_check.sh [--only compile,attention,cache,ops,experts,logits,sampling,ceilings,speed,decode,decode_1b,
-                            sampling_speed,tune,flex] [--budget SECONDS] [--seed N] [--quick] [--interpret]
+    benchmarks/gpu_check.sh [--only compile,attention,cache,ops,experts,quantized,logits,sampling,ceilings,speed,decode,
+                            decode_1b,sampling_speed,products,tune,flex]
+                            [--budget SECONDS] [--seed N] [--quick] [--interpret]
 
 compile makes all kernels that the parts to be run launch, in a process per processor, into Triton's cache on disk.
-attention, cache, ops, experts, logits and sampling hold kernels against float64, or against plain PyTorch where results
-must be equal, on fresh random inputs in bfloat16, with outputs and the kernels' own scratch memory filled with NaN
-first: the relative error ``|out - expected| / |expected|`` must be at most 1e-2. ceilings measures the bandwidth of a
-copy and the rate of bfloat16 matrix products, speed the attention kernels on shapes of models of 7 and 8 billion
-parameters beside PyTorch's ``scaled_dot_product_attention`` over contiguous keys. decode writes a model of the shape
-of Llama 3.1 8B with random weights, in as many layers as can be written in a few seconds, and decodes with and without
-CUDA graphs: time of a step, and its share of the time that reading weights and keys would take; decode_1b does so in
-the shape of Llama 3.2 1B. sampling_speed times a step's draws over a vocabulary of 151,936, tune says which tiles the
-search takes, flex times FlexAttention on one shape. Kernels are timed by the replay of CUDA graphs over several copies
-of their data in turn, so that neither launches nor the cache count.
+attention, cache, ops, experts, quantized, logits and sampling hold every kernel against float64, or against plain
+PyTorch where results must be equal, on fresh random inputs in bfloat16, with outputs and the kernels' own scratch
+memory filled with NaN first: the relative error ``|out - expected| / |expected|`` must be at most 1e-2. ceilings
+measures the bandwidth of a copy and the rate of bfloat16 matrix products, speed the attention kernels on shapes of
+models of 7 and 8 billion parameters beside PyTorch's ``scaled_dot_product_attention`` over contiguous keys. decode
+writes a model of the shape of Llama 3.1 8B with random weights, in as many layers as can be written in a few seconds,
+and decodes with and without CUDA graphs: time of a step, and its share of the time that reading weights and keys would
+take; decode_1b does so in the shape of Llama 3.2 1B. sampling_speed times a step's draws over a vocabulary of 151,936,
+products what quantised weights make of a layer, tune says which tiles the search takes, flex times FlexAttention on one
+shape. Kernels are timed by the replay of CUDA graphs over several copies of their data in turn, so that neither
+launches nor the cache count.
 
 The parts' time limits add up to less than ``--budget``, and the first ones matter most. What runs over its limit ends
 with the results that it has. The exit code is 1 if a result was wrong or a part that checks results failed, and 0
@@ -59,11 +61,12 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "compile": Part("_gpu_compile", "compile_all", 60),
+    "compile": Part("_gpu_compile", "compile_all", 45),
     "attention": Part("_gpu_correctness", "attention", 30, checks=True),
     "cache": Part("_gpu_correctness", "cache", 5, checks=True),
     "ops": Part("_gpu_correctness", "operations", 10, checks=True),
     "experts": Part("_gpu_correctness", "experts", 10, checks=True),
+    "quantized": Part("_gpu_correctness", "quantized", 10, checks=True),
     "logits": Part("_gpu_correctness", "logits", 5, checks=True),
     "sampling": Part("_gpu_correctness", "sampling", 20, checks=True),
     "ceilings": Part("_gpu_speed", "ceilings", 5),
@@ -71,6 +74,7 @@ PARTS = {
     "decode": Part("_gpu_decode", "decode_8b", 50),
     "decode_1b": Part("_gpu_decode", "decode_1b", 30),
     "sampling_speed": Part("_gpu_speed", "sampling", 10),
+    "products": Part("_gpu_speed", "products", 5),
     "tune": Part("_gpu_speed", "tune", 15),
     "flex": Part("_gpu_speed", "flex", 10),
 }

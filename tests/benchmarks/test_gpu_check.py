@@ -27,7 +27,7 @@ def test_every_part_runs_in_the_interpreter(tmp_path: Path) -> None:
     assert "all parts passed" in ran.stdout
     assert all(part["state"] == "ok" for part in results.values())
     found = {name: part["results"] for name, part in results.items()}
-    for name in ("attention", "cache", "ops", "experts", "logits", "sampling"):
+    for name in ("attention", "cache", "ops", "experts", "quantized", "logits", "sampling"):
         errors = found[name]["errors"]
         assert errors
         assert max(errors.values()) < 1e-2
@@ -37,6 +37,7 @@ def test_every_part_runs_in_the_interpreter(tmp_path: Path) -> None:
     assert {line["what"] for line in found["sampling_speed"]["lines"]} > {"greedy", "top-p 0.95", "logprobs"}
     for name in ("decode", "decode_1b"):
         assert [line["batch"] for line in found[name]["eager"]] == [2]
+    assert {line["weights"] for line in found["products"]["lines"]} == {"bfloat16", "int8", "int4"}
     assert found["flex"]["us"] > 0
 
 
