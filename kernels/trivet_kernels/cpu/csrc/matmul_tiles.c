@@ -183,15 +183,16 @@ __attribute__((always_inline)) static inline void fetch(Fetch *ahead) {
 #define SCALE_PART                                                                                                     \
     scale_rows(kind, old, act_stride, scaled, scaled + part < old->rows ? scaled + part : old->rows);                  \
     scaled += part;                                                                                                    \
+    fetch(ahead);                                                                                                      \
     COMPILER_BARRIER();
 
 /* Add the products of one step; meanwhile, in four parts of `part` rows from `scaled` on, scale what is old. */
 __attribute__((always_inline)) static inline int add_step(const int tiles, const int kind, const int first,
                                                           int32_t *sums, int rows, const int8_t *values, int64_t stride,
                                                           const int8_t *weights, const Pending *old, int64_t act_stride,
-                                                          int scaled, int part) {
+                                                          int scaled, int part, Fetch *ahead) {
     COMPILER_BARRIER();
-    _tile_loadd(ACTIVATIONS_0, values, stride);
+    _tile_stream_loadd(ACTIVATIONS_0, values, stride);
     _tile_loadd(WEIGHTS_0, weights, 4 * PANEL);
     STORE_AND_CLEAR(0, sums)
     _tile_dpbssd(0, ACTIVATIONS_0, WEIGHTS_0);
@@ -201,7 +202,7 @@ __attribute__((always_inline)) static inline int add_step(const int tiles, const
     _tile_dpbssd(1, ACTIVATIONS_0, WEIGHTS_1);
     SCALE_PART
     if (tiles == 2) {
-        _tile_loadd(ACTIVATIONS_1, values + rows * stride, stride);
+        _tile_stream_loadd(ACTIVATIONS_1, values + rows * stride, stride);
         STORE_AND_CLEAR(2, sums + rows * PANEL)
         _tile_dpbssd(2, ACTIVATIONS_1, WEIGHTS_0);
         SCALE_PART
@@ -230,7 +231,7 @@ __attribute__((always_inline)) static inline void multiply(const int tiles, cons
     widen_scales(layer, &room, panel);
     for (int64_t first = 0; first < segments; first += most) {
         const int64_t count = segments - first < most ? segments - first : most;
-        Fetch ahead = {.lines = (count * segment_bytes / 64 + units * count - 1) / (units * count)};
+        Fetch ahead = {.lines = (count * segment_bytes / 64 + units * count * parts - 1) / (units * count * parts)};
         ahead.from = (const char *)layer->weight + (next * segments + first) * segment_bytes;
         ahead.end = next < 0 ? ahead.from : ahead.from + count * segment_bytes;
         const int8_t *block = (const int8_t *)panel_weights + first * segment_bytes;
@@ -242,12 +243,12 @@ __attribute__((always_inline)) static inline void multiply(const int tiles, cons
             const int8_t *values = a->values + r * stride + first * segment, *weights = block;
             const int here = (int)(rows - r < unit ? rows - r : unit);
             for (int64_t s = first; s < first + count; s++, values += segment) {
-                int scaled = add_step(tiles, kind, 1, sums, height, values, stride, weights, &old, act_stride, 0, part);
+                int scaled = add_step(tiles, kind, 1, sums, height, values, stride, weights, &old, act_stride, 0, part,
+                                      &ahead);
                 weights += step * PANEL;
-                fetch(&ahead);
                 for (int64_t k = 1; k < steps; k++, weights += step * PANEL)
                     scaled = add_step(tiles, kind, 0, NULL, height, values + k * step, stride, weights, &old,
-                                      act_stride, scaled, part);
+                                      act_stride, scaled, part, &ahead);
                 int32_t *swapped = sums;
                 old = last;
                 last = (Pending){.sums = others,
