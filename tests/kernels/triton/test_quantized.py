@@ -105,10 +105,12 @@ def test_products(name: str, outputs: int, columns: int, dtype: str) -> None:
 def test_a_row_does_not_depend_on_the_others(name: str) -> None:
     """Bit for bit, though tiles grow with the number of rows."""
     kind, dtype = KINDS[name], torch.bfloat16
-    layer = pack(kind, make_matrix(kind, 128, 130), random(128))
-    x = random(150, 130).to(dtype)
+    layer = pack(kind, make_matrix(kind, 128, 160), random(128))
+    x = random(150, 160).to(dtype)
     many = layer(x)
-    assert len({choose_tile(rows, 128, dtype, "interpreter")[:2] for rows in range(1, 151)}) == 4
+    form = Geometry.of(160, 128, kind.segment, wide_scale=kind.wide_scale)
+    tiles = [choose_tile(rows, form, kind.bits, dtype, "interpreter", aligned=True)[:2] for rows in range(1, 151)]
+    assert len(set(tiles)) == 4
     for rows in (*range(1, 71), 128, 129):
         assert torch.equal(layer(x[:rows]), many[:rows])
     for row in (1, 40, 149):
@@ -230,7 +232,7 @@ def compiled(name: str, rows: int, target: str, dtype: str = "bf16", size: int =
     """The kernel as a launch would have it."""
     kind = KINDS[name]
     form = Geometry.of(size, size, kind.segment or size, wide_scale=kind.wide_scale)
-    tile = choose_tile(rows, form.outputs, DTYPES[dtype], target)
+    tile = choose_tile(rows, form, kind.bits, DTYPES[dtype], target, aligned=size % 16 == 0)
     scales = "*fp32" if form.wide else "*i32"
     signature = {"out": f"*{dtype}", "x": f"*{dtype}", "values": "*u8", "scale": scales, "bias": "*fp32"}
     integers = ("rows", "in_features", "out_features", "x_row_stride", "out_row_stride", "num_steps", "outputs")
