@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from trivet_kernels.cpu import build, tiles
+from trivet_kernels.cpu import build, memory, tiles
 from trivet_kernels.cpu.memory import room
 from trivet_kernels.cpu.ops import NativeOps
 from trivet_kernels.cpu.tiles import TiledMatrix
@@ -137,12 +141,49 @@ def test_bytes_are_known_before_there_is_a_matrix() -> None:
         assert TiledMatrix.planned_bytes(rows, columns) == packed(matrix(rows, columns)).num_bytes
 
 
+@pytest.fixture
+def _nothing_else_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_areas", memory._Areas())
+
+
+@pytest.mark.usefixtures("_nothing_else_has_memory")
 def test_memory_for_weights_is_zeros_in_pages_of_its_own() -> None:
     small, large = room(1000), room((5 << 20) + 1)
     assert (len(small), len(large)) == (1000, (5 << 20) + 1)
     assert not small.any()
     assert not large.any()
     assert large.data_ptr() % (2 << 20) == 0
+
+
+@pytest.mark.usefixtures("_nothing_else_has_memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_memory_of_weights_goes_back_when_the_last_of_them_is_gone() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before, size = resident(), 16 << 20
+    parts = [room(size).fill_(1) for _ in range(8)]
+    assert resident() > before + 6 * size
+    del parts[:-1]
+    assert (parts[0] == 1).all()
+    assert not room(size).any()
+    parts.clear()
+    assert resident() < before + 2 * size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds processes to a limit of address space")
+def test_weights_find_memory_where_a_limit_leaves_little_more_than_they_need() -> None:
+    script = """
+import resource, torch
+from trivet_kernels.cpu.memory import room
+torch.zeros(1)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), used + (64 << 20)))
+part = room(4 << 20)
+assert len(part) == 4 << 20 and not part.any()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
 
 
 def test_other_libraries_in_the_thread_keep_their_tiles() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+import weakref
 
 import torch
 from torch import Tensor
@@ -20,22 +21,24 @@ _ALIGNMENT = 64
 
 
 class _Area:
-    """Memory that matrices take their parts of, one after the other; it lives as long as one of them."""
+    """Memory that matrices take their parts of, one after the other; their tensors keep it alive, and nothing else."""
 
-    def __init__(self, size: int) -> None:
-        area = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole = torch.frombuffer(area, dtype=torch.uint8)
-        start = -whole.data_ptr() % _HUGE_PAGE
+    def __init__(self, area: mmap.mmap, size: int) -> None:
+        """``area`` has at least ``size`` bytes and the rest of a huge page in front of them."""
+        self._memory = weakref.ref(area)
+        self._next = -torch.frombuffer(area, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+        self._end = self._next + size
         # Advice: a system without huge pages refuses it, and nothing is lost but time.
         with contextlib.suppress(OSError):
-            area.madvise(mmap.MADV_HUGEPAGE, start, size)
-        self._free = whole[start : start + size]
+            area.madvise(mmap.MADV_HUGEPAGE, self._next, size)
 
     def take(self, size: int) -> Tensor | None:
-        """``[size]`` zeros, None if there is less."""
-        if size > len(self._free):
+        """``[size]`` zeros, None if there is less, or no matrix any more that keeps the memory."""
+        memory = self._memory()
+        if memory is None or size > self._end - self._next:
             return None
-        part, self._free = self._free[:size], self._free[-(-size // _ALIGNMENT) * _ALIGNMENT :]
+        part = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=self._next)
+        self._next += -(-size // _ALIGNMENT) * _ALIGNMENT
         return part
 
 
@@ -47,17 +50,23 @@ class _Areas:
         self._shared: _Area | None = None
 
     def take(self, size: int) -> Tensor:
+        """``[size]`` zeros; raises OSError if the system does not give an area."""
         if size >= _SHARED:
-            part = _Area(-(-size // _HUGE_PAGE) * _HUGE_PAGE).take(size)
-            assert part is not None
-            return part
+            return self._first(size, -(-size // _HUGE_PAGE) * _HUGE_PAGE)[0]
         with self._lock:
             part = None if self._shared is None else self._shared.take(size)
             if part is None:
-                self._shared = _Area(_SHARED)
-                part = self._shared.take(size)
-            assert part is not None
+                part, self._shared = self._first(size, _SHARED)
             return part
+
+    @staticmethod
+    def _first(size: int, whole: int) -> tuple[Tensor, _Area]:
+        """The first part of a new area."""
+        memory = mmap.mmap(-1, whole + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area = _Area(memory, whole)
+        part = area.take(size)
+        assert part is not None
+        return part, area
 
 
 _areas = _Areas()
@@ -67,4 +76,7 @@ def room(size: int) -> Tensor:
     """``[size]`` uint8 zeros, in huge pages where the system has them; several threads may ask at once."""
     if size < _SMALL or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
-    return _areas.take(size)
+    try:
+        return _areas.take(size)
+    except OSError:  # so much address space is more than a limit leaves; what is asked for may be less
+        return torch.zeros(size, dtype=torch.uint8)
