@@ -187,17 +187,15 @@ class TiledLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, in_features]`` -> ``[T, out_features]``."""
-        if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
-            x = x.to(torch.bfloat16).contiguous()
-        return self._matrix(x)
+        return self._matrix(_dense(x)).to(x.dtype)
 
     def gated(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor | None:
         """``[T, in_features]`` -> ``[T, out_features / 2]``."""
         if not self._matrix.can_gate:
             return None
-        if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
-            x = x.to(torch.bfloat16).contiguous()
-        return self._matrix(x, activation, out)
+        if x.dtype != torch.bfloat16:
+            return None
+        return self._matrix(_dense(x), activation, out)
 
     @property
     def products(self) -> Sequence[Product]:
@@ -213,6 +211,11 @@ class TiledLinear(Linear):
         """What :attr:`weight_bytes` is of a layer of this size."""
         packed = tiles.TiledMatrix.planned_bytes(out_features, in_features)
         return packed + (out_features * dtype.itemsize if bias else 0)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """In bfloat16, with rows that have no gaps within."""
+    return x if x.dtype == torch.bfloat16 and x.stride(-1) == 1 else x.to(torch.bfloat16).contiguous()
 
 
 def can_pack(dtype: torch.dtype, device: str | torch.device) -> bool:

@@ -69,10 +69,10 @@ def test_a_product_of_any_number_of_rows(shape: tuple[int, int]) -> None:
 @pytest.mark.usefixtures("threads")
 def test_rows_beyond_what_stays_in_the_cache() -> None:
     weight = matrix(96, 5000)
-    layer, x = packed(weight), matrix(600, 5000, 1)
+    layer, x = packed(weight), matrix(1100, 5000, 1)
     got = layer(x)
     check(got, product(x, weight, None), 5000)
-    for rows in (1, 32, 40, 130):
+    for rows in (1, 32, 40, 130, 600):
         assert torch.equal(layer(x[:rows]), got[:rows]), "a row depends on how many others there are"
 
 

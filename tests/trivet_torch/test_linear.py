@@ -145,6 +145,15 @@ def test_a_row_does_not_depend_on_how_many_there_are_or_on_threads() -> None:
         torch.set_num_threads(before)
 
 
+def test_results_have_the_type_of_the_inputs() -> None:
+    layer = make_linear([matrix(64, 64)], dtype=torch.bfloat16, device="cpu")
+    if isinstance(layer, TiledLinear):
+        x = matrix(3, 64)
+        assert layer(x).dtype == torch.float32
+        assert torch.equal(layer(x), layer(x.to(torch.bfloat16)).float())
+        assert layer.gated(x, "silu") is None
+
+
 @pytest.mark.parametrize("half", [32, 40])
 def test_a_layer_computes_a_gated_activation_if_it_can(half: int, way: str) -> None:
     """Halves of whole panels by tiles; anything else is left to the caller."""

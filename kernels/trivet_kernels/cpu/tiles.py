@@ -97,8 +97,11 @@ class TiledMatrix:
             MemoryError: There is none to arrange the inputs in.
         """
         rows = x.shape[0]
+        columns = self.out_features if gate is None else self.out_features // 2
+        assert x.shape[1] == self.in_features
         if out is None:
-            out = torch.empty(rows, self.out_features if gate is None else self.out_features // 2, dtype=torch.bfloat16)
+            out = torch.empty(rows, columns, dtype=torch.bfloat16)
+        assert out.shape == (rows, columns)
         if self._multiply(
             self._address,
             x.data_ptr(),

@@ -30,6 +30,8 @@ enum { AHEAD = 8 * STEP_BYTES };
 enum { STRETCH = 16, SHORT_STRETCH = 8, SHORTEST_STRETCH = 5 };
 /* Bytes of arranged rows, and of waiting sums, that should stay in the second-level cache. */
 enum { MOST_ROWS = 1 << 20, MOST_SUMS = 1 << 20 };
+/* Rows that are multiplied at once: more would neither stay in it, nor gain by reading weights less often. */
+enum { MOST_AT_ONCE = 512 };
 
 /* A packed matrix; TiledMatrix of tiles.py. */
 typedef struct {
@@ -344,8 +346,17 @@ static int64_t take(share_t *shares, int64_t num, int64_t own, int64_t count, in
  * of that, for which outputs is a multiple of 2 * BLOCK. */
 int64_t trivet_tiles_multiply(const void *matrix, const void *rows_x, int64_t x_stride, int64_t rows, void *out,
                               int64_t out_stride, int64_t gate, int64_t dtype, int64_t num_threads) {
-    (void)dtype;
     if (!rows) return 0;
+    if (rows > MOST_AT_ONCE) {
+        const int64_t pieces = (rows + MOST_AT_ONCE - 1) / MOST_AT_ONCE;
+        const int64_t each = ((rows + pieces - 1) / pieces + BLOCK - 1) / BLOCK * BLOCK;
+        for (int64_t row = 0; row < rows; row += each)
+            if (trivet_tiles_multiply(matrix, (const bf16_t *)rows_x + row * x_stride, x_stride,
+                                      rows - row < each ? rows - row : each, (bf16_t *)out + row * out_stride,
+                                      out_stride, gate, dtype, num_threads))
+                return -1;
+        return 0;
+    }
     const layer_t *layer = matrix;
     const bf16_t *x = rows_x;
     const int64_t inputs = layer->inputs, outputs = layer->outputs;
