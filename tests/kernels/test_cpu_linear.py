@@ -178,6 +178,21 @@ def test_a_gate_with_two_bytes_for_activations(library: ctypes.CDLL) -> None:
         assert gated.equal(NativeOps(library).silu_and_mul(layer(x)))
 
 
+def test_half_precision_is_converted_on_both_sides(library: ctypes.CDLL) -> None:
+    """Results go where they are wanted in any type; a gate is left to the operation after the product."""
+    name = "4 bits in 32"
+    layer = packed(matrix(64, 96, name), name, library)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).half()
+    want = layer(x.float()).half()
+    wide = torch.full((5, 100), 7.0, dtype=torch.float16)
+    assert torch.equal(layer(x), want)
+    assert torch.equal(layer(x, wide[:, 20:84]), want)
+    assert torch.equal(wide[:, 20:84], want)
+    assert (wide[:, :20] == 7).all()
+    assert (wide[:, 84:] == 7).all()
+    assert layer.gated(x, "silu") is None
+
+
 def test_no_gate_for_halves_that_are_not_whole_panels(library: ctypes.CDLL) -> None:
     layer = packed(matrix(96, 64, "8 bits in 32"), "8 bits in 32", library)
     assert layer.gated(activations(3, 64), "silu") is None

@@ -213,7 +213,7 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` ``[T, in]`` float32 or bfloat16 (other types are converted), rows may be strided. Writes to ``out``
-        ``[T, out]``, float32 or bfloat16 with rows that may be strided too, or to a new tensor of the type of ``x``."""
+        ``[T, out]``, whose rows may be strided too, or to a new tensor of the type of ``x``."""
         return self._product(x, NO_GATE, self.out_features, out)
 
     def gated(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor | None:
@@ -226,9 +226,9 @@ class QuantizedLinear:
 
         Returns:
             The bits that :meth:`__call__` gives, rounded to the type of the result, and the operation after it; None
-            if each half is not a multiple of 32 outputs.
+            if each half is not a multiple of 32 outputs, and for other types than float32 and bfloat16.
         """
-        if not self._can_gate:
+        if not self._can_gate or x.dtype not in _DTYPES:
             return None
         return self._product(x, GATES[activation], self.out_features // 2, out)
 
@@ -237,6 +237,8 @@ class QuantizedLinear:
         return self.out_features % (2 * PANEL) == 0
 
     def _product(self, x: Tensor, gate: int, columns: int, out: Tensor | None) -> Tensor:
+        if out is not None and out.dtype not in _DTYPES:
+            return out.copy_(self._product(x, gate, columns, None))
         dtype, number = x.dtype, _DTYPES.get(x.dtype)
         rows, stride = x.shape[0], x.stride()
         if number is None or stride[1] != 1:

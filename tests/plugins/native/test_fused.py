@@ -106,6 +106,18 @@ def test_what_native_code_cannot_call_stays_in_python(case: str, tmp_path: Path)
     assert not has_native_layers(load(save(make_model(case, intermediate_size=40), tmp_path)))
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_weights_serve_float16(kind: str, tmp_path: Path) -> None:
+    name = save(make_model("llama", intermediate_size=96), tmp_path)
+    results = {}
+    for dtype in ("float16", "float32"):
+        context: Any = SimpleNamespace(device="cpu", config=SimpleNamespace(dtype=dtype))
+        provider, options = (Int8, Int8Options()) if kind == "int8" else (Int4, Int4Options())
+        results[dtype] = body(load(name, dtype=dtype, quantization=provider(context, options)), 9)[0].float()
+    scale = float(results["float32"].abs().max())
+    torch.testing.assert_close(results["float16"], results["float32"], rtol=0.0, atol=0.1 * scale)
+
+
 def test_float32_without_quantization_is_left_to_the_library(tmp_path: Path) -> None:
     model: Any = make_native(save(make_model("llama", intermediate_size=96), tmp_path))
     model.load()
