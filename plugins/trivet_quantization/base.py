@@ -62,7 +62,8 @@ class PackingQuantization(Quantization):
         else:
             unused, place, remedy = frozenset({"backend"}), "a CPU", "leave it out"
         for name in sorted(unused & self.options.model_fields_set):
-            raise PluginError(f"plugins.quantization.{name} has no effect on {place}: {remedy}")
+            value = getattr(self.options, name)
+            raise PluginError(f"plugins.quantization.{name} has no effect on {place}: {remedy} (it is {value!r})")
 
     def accepts(self, name: str, shape: tuple[int, ...], stored: str) -> bool:
         name = name.removesuffix(".weight")

@@ -9,6 +9,7 @@
  * the order of the inputs, in float32, whatever the number of rows or threads, and rounded once, after the bias was
  * added. */
 #include "block.h"
+#include "scratch.h"
 #include "tiles.h"
 
 int64_t trivet_has_tiles(void) { return HAS_TILES; }
@@ -17,7 +18,6 @@ int64_t trivet_has_tiles(void) { return HAS_TILES; }
 #include "elementwise_vec.h"
 
 #include <omp.h>
-#include <pthread.h>
 
 /* BLOCK rows or columns are two tiles; STEP inputs are a row of a tile. */
 enum { BLOCK = 2 * TILE_ROWS, STEP = 32, TILE_SIZE = TILE_ROWS * TILE_BYTES };
@@ -292,45 +292,6 @@ static void run_many(const product_t *p, int64_t first, int64_t last, char *sums
 
 /* ---------------------------------------------------------------------- threads */
 
-static pthread_key_t memory_key;
-static pthread_once_t memory_once = PTHREAD_ONCE_INIT;
-
-enum { ROWS, SUMS, USES };
-
-/* What a thread keeps from call to call, by use; it is freed when the thread ends. */
-typedef struct {
-    size_t size[USES];
-    char *data[USES];
-} memory_t;
-
-static void free_memory(void *pointer) {
-    memory_t *memory = pointer;
-    for (int use = 0; use < USES; use++) free(memory->data[use]);
-    free(memory);
-}
-
-static void make_key(void) { pthread_key_create(&memory_key, free_memory); }
-
-/* `size` bytes for a use, NULL if there is no memory. */
-static char *memory_for(int use, size_t size) {
-    pthread_once(&memory_once, make_key);
-    memory_t *memory = pthread_getspecific(memory_key);
-    if (!memory) {
-        memory = calloc(1, sizeof *memory);
-        if (!memory || pthread_setspecific(memory_key, memory)) {
-            free(memory);
-            return NULL;
-        }
-    }
-    if (memory->size[use] < size) {
-        free(memory->data[use]);
-        size = (size + 4095) / 4096 * 4096;
-        memory->data[use] = aligned_alloc(4096, size);
-        memory->size[use] = memory->data[use] ? size : 0;
-    }
-    return memory->data[use];
-}
-
 /* Up to `count` panels that nobody has taken, first of the thread's own share; none if there are no more. */
 static int64_t take(share_t *shares, int64_t num, int64_t own, int64_t count, int64_t *first) {
     for (int64_t i = 0; i < num; i++) {
@@ -374,7 +335,7 @@ int64_t trivet_tiles_multiply(const void *matrix, const void *rows_x, int64_t x_
     }
     const size_t x_bytes = arranged ? (size_t)(blocks * block_bytes) : padded ? (size_t)(rows * p.steps * STEP * 2) : 0;
     char *memory = NULL;
-    if (x_bytes && !(memory = memory_for(ROWS, x_bytes))) return -1;
+    if (x_bytes && !(memory = trivet_scratch(SCRATCH_ARRANGED, x_bytes))) return -1;
     share_t shares[num_threads];
     for (int64_t i = 0; i < num_threads; i++)
         shares[i].next = panels * i / num_threads, shares[i].end = panels * (i + 1) / num_threads;
@@ -396,7 +357,7 @@ int64_t trivet_tiles_multiply(const void *matrix, const void *rows_x, int64_t x_
                 const int64_t left = rows - b * BLOCK;
                 arrange(x + b * BLOCK * x_stride, x_stride, left < BLOCK ? left : BLOCK, inputs, memory + b * block_bytes);
             }
-            sums = memory_for(SUMS, (size_t)(waiting * sums_bytes));
+            sums = trivet_scratch(SCRATCH_SUMS, (size_t)(waiting * sums_bytes));
             if (!sums) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
         }
         configure(few ? rows : BLOCK);

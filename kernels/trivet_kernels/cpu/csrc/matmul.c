@@ -1,8 +1,7 @@
 /* Dividing a product among threads. */
 #include "matmul_store.h"
 #include "matmul_tiles.h"
-
-#include <pthread.h>
+#include "scratch.h"
 
 extern int omp_get_thread_num(void);
 
@@ -17,44 +16,6 @@ extern int omp_get_thread_num(void);
 #define FEW_VALUES (16 * 1024)
 /* Beyond it, rows would meet in the same sets of the first-level cache if their distance were a power of two. */
 #define SKEW 64
-
-static pthread_key_t scratch_key;
-static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
-
-typedef struct {
-    char *data;
-    size_t size;
-} Scratch;
-
-static void free_scratch(void *pointer) {
-    Scratch *scratch = pointer;
-    free(scratch->data);
-    free(scratch);
-}
-
-static void make_key(void) { pthread_key_create(&scratch_key, free_scratch); }
-
-/* `size` bytes that the calling thread keeps for its next call, NULL if there is no memory. */
-static char *scratch_of(size_t size) {
-    pthread_once(&scratch_once, make_key);
-    Scratch *scratch = pthread_getspecific(scratch_key);
-    if (!scratch) {
-        scratch = calloc(1, sizeof *scratch);
-        if (!scratch || pthread_setspecific(scratch_key, scratch)) {
-            free(scratch);
-            return NULL;
-        }
-    }
-    if (scratch->size < size) {
-        free(scratch->data);
-        scratch->size = 0;
-        size = (size + 4095) / 4096 * 4096;
-        scratch->data = aligned_alloc(64, size);
-        if (!scratch->data) return NULL;
-        scratch->size = size;
-    }
-    return scratch->data;
-}
 
 static int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
@@ -168,7 +129,7 @@ int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_strid
         chunk = chunk_of(rows, a.stride * planes, CHUNK_BYTES, TILE);
     size_t plane = (size_t)round_up(chunk * planes * segments * 4, 64);
     size_t values_size = (size_t)((chunk * planes + spare) * a.stride);
-    char *memory = scratch_of(values_size + 3 * plane + (size_t)num_threads * work.room_size);
+    char *memory = trivet_scratch(SCRATCH_ROUNDED, values_size + 3 * plane + (size_t)num_threads * work.room_size);
     if (!memory) return -1;
     a.scale = (float *)memory;
     a.start = (int32_t *)(memory + plane);
