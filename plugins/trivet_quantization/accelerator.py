@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
 
 from trivet.errors import PluginError
-from trivet_quantization.layers import PackedLayer, pack_with
+from trivet_quantization.layers import PackedLayer, bytes_with, pack_with
 
 try:
     from trivet_kernels.triton.compat import runs_here
@@ -46,34 +46,15 @@ def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, device: 
         )
 
     def make(form: Format, columns: int, rows: int, bias: Tensor | None) -> TritonLinear:
-        return TritonLinear(
-            columns,
-            rows,
-            segment=form.segment,
-            bits=form.bits,
-            zero_point=form.zero_point,
-            offsets=form.offsets,
-            wide_scale=form.wide_scale,
-            factor=form.factor,
-            bias=bias,
-            device=device,
-        )
+        return TritonLinear(columns, rows, **asdict(form), bias=bias, device=device)
 
     return pack_with(make, sources, biases)
 
 
 def packed_bytes(sources: Sequence[Source], *, bias: bool) -> int:
     """The ``weight_bytes`` of what :func:`pack` makes of sources that have a bias or have none; nothing is read."""
-    total = 0
-    for form, run in groupby(sources, key=lambda source: source.format):
-        parts = list(run)
-        total += TritonLinear.planned_bytes(
-            parts[0].columns,
-            sum(source.rows for source in parts),
-            segment=form.segment,
-            bits=form.bits,
-            offsets=form.offsets,
-            wide_scale=form.wide_scale,
-            bias=bias,
-        )
-    return total
+
+    def planned(form: Format, columns: int, rows: int) -> int:
+        return TritonLinear.planned_bytes(columns, rows, **form.size_fields, bias=bias)
+
+    return bytes_with(planned, sources)

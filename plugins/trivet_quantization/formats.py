@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,16 @@ class Format:
     offsets: bool = False
     wide_scale: bool = False
     factor: float = 1.0  #: of scales and offsets: float16 numbers times it
+
+    @property
+    def size_fields(self) -> dict[str, Any]:
+        """Those that decide how much memory a matrix takes."""
+        return {
+            "segment": self.segment,
+            "bits": self.bits,
+            "offsets": self.offsets,
+            "wide_scale": self.wide_scale,
+        }
 
 
 @dataclass(frozen=True, slots=True)

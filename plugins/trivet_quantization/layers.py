@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -121,12 +122,7 @@ def pack(sources: Sequence[Source], biases: Sequence[Tensor | None], *, act_grou
         return PackedQuantizedLinear(
             columns,
             rows,
-            segment=form.segment,
-            bits=form.bits,
-            zero_point=form.zero_point,
-            offsets=form.offsets,
-            wide_scale=form.wide_scale,
-            factor=form.factor,
+            **asdict(form),
             act_group=_act_group(form, columns, act_group),
             act_bits=act_bits,
             bias=bias,
@@ -164,20 +160,18 @@ def packed_bytes(sources: Sequence[Source], *, bias: bool, act_group: int | None
     """The ``weight_bytes`` of what :func:`pack` makes of sources that have a bias or have none; nothing is read."""
     if build.library() is None:
         return sum(DequantizingLinear.planned_bytes(source, bias=bias) for source in sources)
-    total = 0
-    for form, run in groupby(sources, key=lambda source: source.format):
-        parts = list(run)
-        total += PackedQuantizedLinear.planned_bytes(
-            parts[0].columns,
-            sum(source.rows for source in parts),
-            segment=form.segment,
-            bits=form.bits,
-            offsets=form.offsets,
-            wide_scale=form.wide_scale,
-            act_group=_act_group(form, parts[0].columns, act_group),
-            bias=bias,
-        )
-    return total
+
+    def planned(form: Format, columns: int, rows: int) -> int:
+        group = _act_group(form, columns, act_group)
+        return PackedQuantizedLinear.planned_bytes(columns, rows, **form.size_fields, act_group=group, bias=bias)
+
+    return bytes_with(planned, sources)
+
+
+def bytes_with(planned: Callable[[Format, int, int], int], sources: Sequence[Source]) -> int:
+    """What :func:`packed_bytes` does, with layers of ``planned(format, columns, rows)`` bytes."""
+    runs = ((form, list(run)) for form, run in groupby(sources, key=lambda source: source.format))
+    return sum(planned(form, parts[0].columns, sum(part.rows for part in parts)) for form, parts in runs)
 
 
 def _act_group(form: Format, columns: int, wanted: int | None) -> int | None:
