@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from trivet.errors import PluginError
+from trivet.errors import ModelLoadError, PluginError
 from trivet.gguf import GGMLType
 from trivet.model_source import find_model
 from trivet.roles import Quantization, StoredLinear
 from trivet_quantization.blocks import FORMATS, read_blocks
 from trivet_quantization.formats import Format, Source, round_to
 from trivet_quantization.layers import pack, packed_bytes
+from trivet_quantization.names import is_head, matches, matrices, warn_of_patterns
 from trivet_torch.weights.gguf_dequant import dequantize_into
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from trivet_quantization.options import GgufOptions, Int4Options, Int8Options
     from trivet_torch.linear import Linear
 
-HEAD = "lm_head"
 _FLOATING = frozenset({"float32", "bfloat16", "float16"})
 # Sums of products of bytes over a row must fit into 32 bits.
 _MAX_COLUMNS = 65536
@@ -36,12 +35,15 @@ class PackingQuantization(Quantization):
 
     #: options that torchao has no use for
     _unused_by_torchao: ClassVar[frozenset[str]] = frozenset()
+    #: what is told where layers are stored in another way than :meth:`_reads` knows
+    _only_reads: ClassVar[str] = "which cannot be converted: name files of the model in bfloat16"
 
     def __init__(self, context: WorkerContext, options: Int8Options | Int4Options | GgufOptions) -> None:
-        """Keep the options.
+        """Keep the options, and warn of patterns that fit no layer of the model.
 
         Raises:
             PluginError: One of them was set that has no effect on the device.
+            ModelLoadError: The model has layers, and none of them would be quantised.
         """
         self.options = options
         self._config = context.config
@@ -51,6 +53,7 @@ class PackingQuantization(Quantization):
         self._act_bits = 16 if options.activations == "int16" else 8
         self._torchao = self._accelerated and getattr(options, "backend", "") == "torchao"
         self._refuse_unused()
+        self._check_layers()
 
     def _refuse_unused(self) -> None:
         if self._torchao:
@@ -64,6 +67,26 @@ class PackingQuantization(Quantization):
         for name in sorted(unused & self.options.model_fields_set):
             value = getattr(self.options, name)
             raise PluginError(f"plugins.quantization.{name} has no effect on {place}: {remedy} (it is {value!r})")
+
+    def _check_layers(self) -> None:
+        layers, model = matrices(self._config), self._config.model
+        if layers and not any(self.accepts(name, shape, stored) for name, (shape, stored) in layers.items()):
+            raise ModelLoadError(
+                f"{model}: plugins.quantization would change nothing: {self._why_none(layers)}, or leave "
+                "plugins.quantization out"
+            )
+        for field in ("exclude", "eight_bits"):
+            if layers and field in self.options.model_fields_set:
+                warn_of_patterns(field, getattr(self.options, field), list(layers), model)
+
+    def _why_none(self, layers: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+        """Why none of the layers is accepted, and what to change."""
+        stored = sorted({stored for _, stored in layers.values()})
+        if any(map(self._reads, stored)):
+            return (
+                f"its options leave out all {len(layers)} layers (exclude is {list(self.options.exclude)}): change them"
+            )
+        return f"its layers are stored as {' and '.join(stored)}, {self._only_reads}"
 
     def accepts(self, name: str, shape: tuple[int, ...], stored: str) -> bool:
         name = name.removesuffix(".weight")
@@ -123,16 +146,6 @@ class PackingQuantization(Quantization):
 
         found = find_model(self._config.model, self._config.revision)
         return resolve_dtype(self._config.dtype, self._config.model if found is None else str(found.path), self._device)
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a layer's name fits one of the shell patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def is_head(name: str) -> bool:
-    """Whether the layer is the output projection."""
-    return name.rpartition(".")[2] == HEAD
 
 
 def blocks_of(stored: str) -> GGMLType | None:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 class Gguf(PackingQuantization):
     """Takes over the blocks of a file: the same integers, in four or eight bits each."""
 
+    _only_reads = (
+        "and gguf keeps the blocks of GGUF files (Q4_K and the like): set plugins.quantization.use to int8 or int4, "
+        "which round weights when they are loaded"
+    )
+
     def _reads(self, stored: str) -> bool:
         return blocks_of(stored) is not None
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trivet_quantization.base import PackingQuantization, as_stored, blocks_of, is_head, matches, rounded
+from trivet_quantization.base import PackingQuantization, as_stored, blocks_of, rounded
 from trivet_quantization.blocks import FORMATS
 from trivet_quantization.formats import Source, eight_bits, four_bits
+from trivet_quantization.names import is_head, matches
 
 if TYPE_CHECKING:
     from trivet.context import WorkerContext

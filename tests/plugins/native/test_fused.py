@@ -74,7 +74,7 @@ def test_all_families(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("case", ["llama biases, tied", "gemma3", "phi3"])
 def test_quantised_weights(case: str, kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = save(make_model(case, intermediate_size=96), tmp_path)
-    context: Any = SimpleNamespace(device="cpu", config=SimpleNamespace(dtype=dtype))
+    context: Any = SimpleNamespace(device="cpu", config=SimpleNamespace(dtype=dtype, model="fake", revision=None))
     provider, options = (Int8, Int8Options()) if kind == "int8" else (Int4, Int4Options())
     check(name, monkeypatch, dtype=dtype, quantization=provider(context, options))
 
@@ -111,7 +111,7 @@ def test_quantised_weights_serve_float16(kind: str, tmp_path: Path) -> None:
     name = save(make_model("llama", intermediate_size=96), tmp_path)
     results = {}
     for dtype in ("float16", "float32"):
-        context: Any = SimpleNamespace(device="cpu", config=SimpleNamespace(dtype=dtype))
+        context: Any = SimpleNamespace(device="cpu", config=SimpleNamespace(dtype=dtype, model="fake", revision=None))
         provider, options = (Int8, Int8Options()) if kind == "int8" else (Int4, Int4Options())
         results[dtype] = body(load(name, dtype=dtype, quantization=provider(context, options)), 9)[0].float()
     scale = float(results["float32"].abs().max())

@@ -236,9 +236,10 @@ def test_torchao_that_is_not_installed(make: Any, monkeypatch: pytest.MonkeyPatc
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
+    quantization = make(Int8Options(backend="torchao"))
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(PluginError, match=r"pip install 'trivet\[torchao\]', or leave backend out"):
-        make(Int8Options(backend="torchao")).linear([stored(floats(32, 32))])
+        quantization.linear([stored(floats(32, 32))])
 
 
 def test_warnings_about_other_kernels_of_torchao_are_not_passed_on(caplog: pytest.LogCaptureFixture) -> None:
