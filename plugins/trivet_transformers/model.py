@@ -50,11 +50,12 @@ class TransformersModel(Model):
         if self._context.get("quantization") is None:
             return
         remedy = "set plugins.model to native if it serves this model, or leave plugins.quantization out"
+        use = " and ".join(repr(name) for name, _ in self._context.selected("quantization"))
         if reasons := "; ".join(f"{name}: {reason}" for name, reason in self._passed_over()):
             remedy = f"leave plugins.quantization out. Of the models that could, auto had to pass over {reasons}"
         raise ModelLoadError(
-            f"{self._location}: plugins.quantization is set, and the transformers model does not quantise weights: "
-            f"{remedy}"
+            f"{self._location}: plugins.quantization is {use}, and the model plugin transformers does not quantise "
+            f"weights: {remedy}"
         )
 
     def plan_weights(self) -> int | None:

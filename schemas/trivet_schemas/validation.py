@@ -40,6 +40,7 @@ _RULES: dict[str, str] = {
     "string_type": "must be a string",
     "tuple_type": "must be a list",
 }
+_CHOICES = frozenset({"literal_error", "enum"})
 _QUOTED = re.compile(r"'([^']*)'")
 _SEQUENCES = (list, tuple, set, frozenset, Sequence)
 _MAPPINGS = (dict, Mapping)
@@ -84,9 +85,11 @@ def format_validation_error(
     """
     rules: dict[str, list[str]] = {}
     inputs: dict[str, str] = {}
+    nullable: set[str] = set()  # paths whose rules list what is allowed, though null is too
     problems: list[Problem | str] = []
     for error in exc.errors(include_url=False):
-        parts, owners = _walk(model, error["loc"], names_a_key=error["type"] in {"extra_forbidden", "invalid_key"})
+        names_a_key = error["type"] in {"extra_forbidden", "invalid_key"}
+        parts, owners, annotations = _walk(model, error["loc"], names_a_key=names_a_key)
         path = join_path(path_prefix, *parts)
         cause = error.get("ctx", {}).get("error")
         if isinstance(cause, SchemaError):
@@ -100,11 +103,16 @@ def format_validation_error(
             problems.append(path)
             rules[path] = []
             inputs[path] = _value_suffix(error)
+        if error["type"] in _CHOICES and types.NoneType in annotations:
+            nullable.add(path)
         rule = _rule(error)
         if rule not in rules[path]:
             rules[path].append(rule)
     found = [
-        Problem(item, " or ".join(rules[item]) + inputs[item]) if isinstance(item, str) else item for item in problems
+        Problem(item, " or ".join(rules[item]) + (", or null" if item in nullable else "") + inputs[item])
+        if isinstance(item, str)
+        else item
+        for item in problems
     ]
     # A value that fails as one member of a union within is of that kind: that it is no other kind helps nobody.
     around = {path[:dot] for path in (problem.path for problem in found) for dot in _dots(path)}
@@ -119,7 +127,7 @@ def _rule(error: ErrorDetails) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "value_error":
         return str(context["error"])
-    if kind in {"literal_error", "enum"}:
+    if kind in _CHOICES:
         expected = str(context["expected"])
         near = suggestion(error["input"], _QUOTED.findall(expected)) if isinstance(error["input"], str) else None
         choice = f"must be one of {expected}" if " or " in expected else f"must be {expected}"
@@ -187,10 +195,11 @@ def _step(annotation: Any, item: str | int) -> Any:
 
 def _walk(
     model: type[BaseModel] | None, location: tuple[int | str, ...], *, names_a_key: bool
-) -> tuple[list[str | int], list[Any]]:
-    """The path for a user and the models that own the last part of ``location``, which is a key or a union's tag."""
+) -> tuple[list[str | int], list[Any], list[Any]]:
+    """The path for a user, the models that own the last part of ``location``, which is a key or a union's tag, and the
+    alternatives of what stands there."""
     if model is None:
-        return [part for part in location if part != "[key]"], []
+        return [part for part in location if part != "[key]"], [], []
     here: list[Any] = [model]
     owners: list[Any] = []
     parts: list[str | int] = []
@@ -203,4 +212,4 @@ def _walk(
         elif names_a_key and position == len(location) - 1:
             parts.append(item)
             owners = models
-    return parts, owners
+    return parts, owners, here

@@ -83,6 +83,21 @@ class TestValidateOptions:
         assert f"plugins.cache.{path}" in found
         assert message in found[f"plugins.cache.{path}"]
 
+    def test_a_list_of_what_is_allowed_has_null_too_where_that_is(self) -> None:
+        class Choices(Options):
+            group: Literal[32, 64] | None = 64
+            kind: Literal["a"] | None = None
+            mixed: bool | Literal[4, 8] | None = None
+            inner: list[Literal["a", "b"]] | None = None
+
+        given = {"group": 48, "kind": "b", "mixed": 5, "inner": ["c"]}
+        assert problems(given, Choices) == {
+            "plugins.cache.group": "must be one of 32 or 64, or null, got 48",
+            "plugins.cache.kind": "must be 'a', or null, got 'b'",
+            "plugins.cache.mixed": "must be true or false or must be one of 4 or 8, or null, got 5",
+            "plugins.cache.inner.0": "must be one of 'a' or 'b', got 'c'",
+        }
+
     def test_a_missing_option_is_named(self) -> None:
         assert problems({"tiers": [{}]}) == {"plugins.cache.tiers.0.path": "is required, and missing"}
 

@@ -82,5 +82,9 @@ def test_compile_and_quantization_exclude_each_other(tmp_path: Path) -> None:
 
 def test_the_transformers_model_refuses_what_it_would_ignore(tmp_path: Path) -> None:
     context: Any = Context(save(make_model("llama"), tmp_path), quantization=Recorder())
-    with pytest.raises(ModelLoadError, match=r"plugins.quantization is set, and the transformers model does not"):
+    context.selected = lambda role: [("recorder", {})]
+    with pytest.raises(
+        ModelLoadError,
+        match=r"plugins.quantization is 'recorder', and .* transformers does not .*: set plugins.model to native",
+    ):
         TransformersModel(context).load()
