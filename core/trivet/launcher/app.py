@@ -16,11 +16,8 @@ from trivet.launcher.config import config_app
 from trivet.launcher.errors import exit_code, set_up_logging
 from trivet.launcher.explain import explain
 from trivet.launcher.generate import generate
-from trivet.launcher.options import Settings
+from trivet.launcher.options import CommandLineError, ConfiguredCommand, Settings
 from trivet.launcher.plugins import plugins_app
-
-# The base class of wrong usage has no public name in every version of typer.
-_CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 class _Group(TyperGroup):
@@ -30,7 +27,7 @@ class _Group(TyperGroup):
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()  # a reader that went away is noticed here, not as the interpreter ends
-        except (typer.Exit, typer.Abort, _CommandLineError):
+        except (typer.Exit, typer.Abort, CommandLineError):
             raise  # the command line itself: typer reports it
         except BaseException as error:  # noqa: BLE001  # reported, with its traceback if nobody expected it
             raise typer.Exit(exit_code(error, debug=ctx.obj.debug)) from None
@@ -44,9 +41,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(name="generate")(generate)
-app.command(name="chat")(chat)
-app.command(name="explain")(explain)
+for _command in (generate, chat, explain):
+    app.command(cls=ConfiguredCommand)(_command)
 app.add_typer(plugins_app, name="plugins")
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")

@@ -13,13 +13,12 @@ import typer
 
 from trivet.launcher import bench_vllm
 from trivet.launcher.errors import complain
+from trivet.launcher.options import flat_keys
 
 if TYPE_CHECKING:
     from trivet_schemas.config import EngineConfig
     from trivet_schemas.options import KnownFlat
 
-# Keys of the configuration that every benchmark has an option for, or that do not fit on a command line.
-_NO_FLAGS = {"model", "plugins", "watchdog", "generate", "serve"}
 # Keys whose values are text, whatever they look like.
 _TEXTS = {"tokenizer", "revision", "dtype", "device", "chat_template", "served_model_name"}
 
@@ -48,9 +47,13 @@ def engine_config(
     if len(words) > 1:
         raise typer.BadParameter(f"one configuration file is taken, got {' and '.join(words)}", param_hint="CONFIG")
     path = Path(words[0]) if words else None
-    if path is None and model is None:
+    known = flat_keys() - {"model"}  # which is an option of every benchmark
+    is_named = path is not None or model is not None
+    if any(name not in known for name, _ in flags):
+        known |= _selected_keys(path, texts if is_named else [*texts, "model=demo"])
+    texts += _overrides(flags, known, _own_options(context))
+    if not is_named:  # after the flags, one of which may be --model, misspelt
         raise typer.BadParameter("name a model, or give a configuration file", param_hint="--model")
-    texts += _overrides(flags, _known(flags, path, texts), _own_options(context))
     config = _load(path, texts)
     for note in config.notes:
         complain(note, kind="note")
@@ -114,15 +117,11 @@ def _split(tokens: Sequence[str], switches: set[str]) -> tuple[list[tuple[str, s
     return flags, words
 
 
-def _known(flags: Sequence[tuple[str, str | None]], path: Path | None, overrides: Sequence[str]) -> set[str]:
-    """Names that may be flags. Other distributions' plugins declare some too, once the configuration selects them."""
+def _selected_keys(path: Path | None, overrides: Sequence[str]) -> set[str]:
+    """What other distributions' plugins declare too, once the configuration selects them."""
     from trivet.registry import known_flat_names
-    from trivet_schemas.config import EngineConfig
 
-    known = {*EngineConfig.model_fields, *known_flat_names()} - _NO_FLAGS
-    if any(name not in known for name, _ in flags):
-        known |= known_flat_names((), _load(path, overrides).plugins).keys()
-    return known
+    return set(known_flat_names((), _load(path, overrides).plugins))
 
 
 def _own_options(context: typer.Context) -> list[str]:

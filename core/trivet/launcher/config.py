@@ -10,7 +10,7 @@ import typer
 
 from trivet.launcher._tables import columns, heading
 from trivet.launcher.errors import WRONG_INPUT, complain
-from trivet.launcher.options import ConfigArgument, JsonOption, SetOption, read_config
+from trivet.launcher.options import ConfigArgument, ConfiguredCommand, JsonOption, SetOption, read_config
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 config_app = typer.Typer(no_args_is_help=True, help="Check configurations, and print their schema.")
 
 
-@config_app.command("check")
+@config_app.command("check", cls=ConfiguredCommand)
 def check(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
     """Check a file and the plugins that it uses, and show what it comes to, without loading weights.
 

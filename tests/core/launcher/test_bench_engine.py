@@ -142,6 +142,8 @@ def test_a_plugin_that_is_selected_may_declare_flags(run: Run, site: Site) -> No
     ("arguments", "named"),
     [
         ((), "--model: name a model, or give a configuration file"),
+        (("--modle", "demo"), "unknown option '--modle'; did you mean '--model'?"),
+        (("--set", "seed=1", "--max-num-seqs", 4), "--model: name a model, or give a configuration file"),
         (("CONFIG", "b.yaml"), "CONFIG: one configuration file is taken"),
         (("CONFIG", "--max-num-sqs", 4), "unknown option '--max-num-sqs'; did you mean '--max-num-seqs'?"),
         (("CONFIG", "--num-iter", 4), "unknown option '--num-iter'; did you mean '--num-iters'?"),

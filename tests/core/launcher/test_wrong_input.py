@@ -73,6 +73,28 @@ def test_a_missing_file_with_a_near_name(site: Site, run: Run) -> None:
     assert "config.yaml" in result.err
 
 
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--modle", "--modle; did you mean --set model=VALUE?"),
+        ("--max-num-sqs", "--max-num-sqs; did you mean --set max_num_seqs=VALUE?"),
+        ("--sett", None),  # one of the command's own
+        ("--unlike-anything", None),
+        ("-z", None),
+        ("--plugins", None),  # no value of one word
+        ("--set", None),  # known, and incomplete
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat", "explain", "config check"])
+def test_an_unknown_option_that_means_a_key_of_the_configuration(
+    site: Site, run: Run, command: str, option: str, hint: str | None
+) -> None:
+    result = run(*command.split(), site.config(), option)
+    assert result.code == 2
+    assert (hint or option) in result.err
+    assert ("did you mean" in result.err) == (hint is not None)
+
+
 @pytest.mark.parametrize("override", ["plugins.scheduler", "modle=x", "plugins.cache.blok_size=4", "seed=[1", "=x"])
 def test_a_wrong_override_is_quoted(site: Site, run: Run, override: str) -> None:
     result = run("generate", site.config(), "-p", "a", "--set", override)
