@@ -66,6 +66,20 @@ def argmax(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return reference.argmax(logits, size) if native is None else native.argmax(logits, size)
 
 
+def likeliest(logits: Tensor, size: int) -> NDArray[np.int32] | None:
+    """What :func:`draw` draws from every row at a temperature of 0, on the host and without parameters.
+
+    Args:
+        logits: ``[n, vocab_size]``, not changed.
+        size: Ids that may be drawn.
+
+    Returns:
+        ``[n]`` ids; None where that takes no less than a draw, or the largest logit of a row is not finite.
+    """
+    native = _native() if logits.is_cpu else None
+    return native.likeliest(logits, size) if native is not None and native.serves(logits) else None
+
+
 def fused(logits: Tensor) -> bool:
     """Whether :mod:`trivet_kernels.triton.sampling` and :mod:`trivet_kernels.triton.logprobs` serve these logits."""
     return logits.is_cuda and logits.shape[1] <= _MAX_FUSED and _has_triton()

@@ -27,6 +27,8 @@ class SlotState:
         n = max_num_seqs
         self._vocab_size = vocab_size
         self.epoch: Int64 = np.full(n, -1, np.int64)  #: -1: the slot is free
+        #: slots that want more than their likeliest token; while there are none, no column is looked at
+        self.special: set[int] = set()
         self.greedy: Bool = np.ones(n, np.bool_)
         self.temperature: Float32 = np.ones(n, np.float32)
         self.top_k: Int64 = np.zeros(n, np.int64)
@@ -77,6 +79,9 @@ class SlotState:
             self.min_tokens[slot] = params.min_tokens
             self.stops.set(slot, request.stop_ids)
         self._add_changes(request, params)
+        asks = self.logprobs[slot] != NO_LOGPROBS or self.min_tokens[slot] > 0
+        if asks or self.changes[slot] or not self.greedy[slot]:
+            self.special.add(slot)
 
     def _add_changes(self, request: NewRequest, params: SamplingParams) -> None:
         slot = request.slot
@@ -114,6 +119,7 @@ class SlotState:
 
     def clear(self, slot: int) -> None:
         """Free a slot."""
+        self.special.discard(slot)
         self.epoch[slot] = -1
         self.greedy[slot] = True
         self.temperature[slot] = self.top_p[slot] = self.repetition[slot] = 1

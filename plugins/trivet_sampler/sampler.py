@@ -11,7 +11,7 @@ import torch
 from trivet.plan import Bool, Float32, Int32, Int64, NewRequest, Ragged, Task
 from trivet.result import PromptLogprobs, RequestFailure, RowLogprobs, TokenLogprobs
 from trivet.roles import Sampled, Sampler
-from trivet_kernels.sampling import DrawParams, draw
+from trivet_kernels.sampling import DrawParams, draw, likeliest
 from trivet_kernels.transfer import to_device, to_host
 from trivet_sampler._changes import Changer, constrained_rows
 from trivet_sampler._logprobs import Logprobs, Wanted
@@ -76,7 +76,9 @@ class TorchSampler(Sampler):
         self._state.add(request)
         if request.task == Task.GENERATE:
             for number, processor in enumerate(self._processors):
-                self._state.wants[number, request.slot] = processor.add(request)
+                if processor.add(request):
+                    self._state.wants[number, request.slot] = True
+                    self._state.special.add(request.slot)
 
     def remove(self, slot: int) -> None:
         wanted = np.flatnonzero(self._state.wants[:, slot]).tolist()
@@ -85,6 +87,8 @@ class TorchSampler(Sampler):
             self._processors[number].remove(slot)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Sampled:
+        if self._takes_likeliest(rows) and (tokens := likeliest(logits, self._size)) is not None:
+            return Sampled(Ragged(rows.starts, tokens))
         # A device is waited for once: what follows a draw there gets its tokens from it, rejected drafts' included.
         drawn = self._draw(logits, rows)
         asking = np.flatnonzero(self._state.logprobs[rows.slots] != NO_LOGPROBS).tolist()
@@ -95,6 +99,17 @@ class TorchSampler(Sampler):
         values = pending.values(arrays)
         return self._judged(
             rows, host[0], host[1].view(np.float32), asking, values[: len(asking)], values[len(asking) :]
+        )
+
+    def _takes_likeliest(self, rows: SampleRows) -> bool:
+        """Whether all that is asked for is the likeliest token of every row of logits."""
+        count = len(rows.slots)
+        return (
+            not self._state.special
+            and rows.bitmask is None
+            and not rows.prompt_rows
+            and 0 < count == len(rows.row_slots)
+            and rows.draft_parents is None
         )
 
     def _judged(

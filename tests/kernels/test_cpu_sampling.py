@@ -77,6 +77,24 @@ def test_transposed_logits_are_left_to_torch(native: NativeSampling) -> None:
     same(native, torch.randn(300, 4).t(), 300)
 
 
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("broken", [None, torch.nan, torch.inf, -torch.inf], ids=str)
+def test_the_likeliest_ids_alone_unless_a_row_has_none(
+    native: NativeSampling, narrow: bool, broken: float | None
+) -> None:
+    whole = torch.randn(9, 2509).mul(3).round().to(torch.bfloat16 if narrow else torch.float32)  # many equals
+    whole[:, 2501:] = torch.nan  # beyond what counts
+    logits = whole[:, 1:]
+    if broken is not None:
+        logits[4, : 2500 if broken == -torch.inf else 1] = broken
+    found = native.likeliest(logits, 2500)
+    if broken is None:
+        assert found is not None
+        assert found.tolist() == reference.argmax(logits, 2500)[0].tolist()
+    else:
+        assert found is None
+
+
 @pytest.mark.parametrize("size", [0, 6])
 def test_sizes_beyond_the_logits_are_refused(native: NativeSampling, size: int) -> None:
     with pytest.raises(ValueError, match=rf"size must be in \[1, 5\].*not {size}"):

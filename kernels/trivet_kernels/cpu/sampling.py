@@ -50,6 +50,8 @@ class NativeSampling:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._argmax = library.trivet_argmax
         self._argmax.restype, self._argmax.argtypes = None, (_P, _P, _P, *[_I] * 5)
+        self._likeliest = library.trivet_likeliest
+        self._likeliest.restype, self._likeliest.argtypes = _I, (_P, _P, *[_I] * 5)
         self._draw = library.trivet_draw
         self._draw.restype, self._draw.argtypes = _I, (_P, _I, _I, _I)
         self._logprobs = library.trivet_logprobs
@@ -73,6 +75,14 @@ class NativeSampling:
     def serves(self, logits: Tensor) -> bool:
         """Whether the methods below take these logits."""
         return logits.is_cpu and logits.dtype in DTYPES and logits.stride(1) == 1 and 0 < logits.shape[1] < _MAX_SIZE
+
+    def likeliest(self, logits: Tensor, size: int) -> NDArray[np.int32] | None:
+        """:func:`trivet_kernels.sampling.likeliest`."""
+        rows = logits.shape[0]
+        ids = np.empty(rows, np.int32)
+        code, threads = DTYPES[logits.dtype], self._threads(rows)
+        lost = self._likeliest(logits.data_ptr(), ids.ctypes.data, rows, size, logits.stride(0), code, threads)
+        return None if lost else ids
 
     def draw(
         self, logits: Tensor, changed: Tensor | None, source: NDArray[np.int64], size: int, params: DrawParams

@@ -98,6 +98,25 @@ def test_best_token_survives_any_cut() -> None:
             assert rig.draw(logits.clone(), [Row(slot, seed) for slot in range(4)]) == greedy
 
 
+def test_greedy_rows_draw_alike_alone_and_beside_others_that_come_and_go() -> None:
+    logits = make_logits(4, scale=1.0).round()
+    rig = Rig()
+    for slot in range(3):
+        rig.add(slot, temperature=0)
+    rows = [Row(slot, 5) for slot in range(3)]
+    greedy = [[int(row[:KNOWN].argmax())] for row in logits[:3]]
+    assert rig.draw(logits[:3], rows) == greedy
+    for other in ({"temperature": 1.5}, {"temperature": 0, "logprobs": 2}, {"temperature": 0, "logit_bias": {7: 50.0}}):
+        rig.add(3, **other)
+        together = rig.sample(logits, [*rows, Row(3, 0)])
+        assert [together.accepted.row(i).tolist() for i in range(3)] == greedy
+        assert bool(together.logprobs) == ("logprobs" in other)
+        assert "logit_bias" not in other or together.accepted.row(3).tolist() == [7]
+        assert rig.draw(logits[:3], rows) == greedy
+        rig.sampler.remove(3)
+        assert rig.draw(logits[:3], rows) == greedy
+
+
 def test_padding_rows_of_the_head_are_never_drawn() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[:, KNOWN:] = 30.0

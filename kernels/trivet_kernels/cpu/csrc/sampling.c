@@ -74,6 +74,40 @@ void trivet_argmax(const void *x, int64_t *ids, void *values, int64_t rows, int6
 
 typedef struct {
     const char *x;
+    int32_t *ids;
+    int64_t n, stride, dtype;
+} likeliest_t;
+
+INLINE void likeliest_row(const likeliest_t *a, int64_t row, int dtype) {
+    const char *x = a->x + row * a->stride * size_of(dtype);
+    int64_t id = 0;
+    char value[sizeof(float)];
+    const argmax_t one = {x, value, &id, a->n, 0, dtype};
+    argmax_row(&one, 0, dtype);
+    a->ids[row] = isfinite(load_one(x, id, dtype)) ? (int32_t)id : -1;
+}
+
+static void likeliest_one(const void *arguments, int64_t row) {
+    const likeliest_t *a = arguments;
+    if (a->dtype == TRIVET_F32)
+        likeliest_row(a, row, TRIVET_F32);
+    else
+        likeliest_row(a, row, TRIVET_BF16);
+}
+
+/* As trivet_argmax, the places alone. Returns how many rows have a largest element that is not finite; their place is
+ * -1. */
+int64_t trivet_likeliest(const void *x, int32_t *ids, int64_t rows, int64_t n, int64_t stride, int64_t dtype,
+                         int64_t num_threads) {
+    const likeliest_t a = {x, ids, n, stride, dtype};
+    for_each(likeliest_one, &a, rows, num_threads);
+    int64_t lost = 0;
+    for (int64_t row = 0; row < rows; row++) lost += ids[row] < 0;
+    return lost;
+}
+
+typedef struct {
+    const char *x;
     float *out;
     const int64_t *rows;
     const uint32_t *bits;
