@@ -21,7 +21,8 @@ settings = {"model": sys.argv[1], "dtype": "float32", "device": "cpu", "max_mode
 engine = Engine(settings, [FakeTokenizer()])
 assert engine.parts.registry.selection("model").choices[0].offer.name == "native"
 engine.shutdown()
-print(*[name for name in ("transformers", "huggingface_hub", "sympy", "torch._dynamo") if name in sys.modules])
+heavy = ("transformers", "huggingface_hub", "sympy", "torch._dynamo", "torchao")
+print(*[name for name in heavy if name in sys.modules])
 """
 
 
