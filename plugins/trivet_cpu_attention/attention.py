@@ -83,7 +83,7 @@ class CpuAttention(PagedAttention):
             slopes = extras.alibi_slopes
             if extras.key_scale is not None or extras.value_scale is not None:
                 kernel = None
-        if kernel is not None and query.dtype is key.dtype is value.dtype is kernel.dtype:
+        if kernel is not None and prepared.step.take(query, key, value) is kernel.dtype:
             return kernel(
                 query,
                 key,

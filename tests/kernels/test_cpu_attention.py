@@ -330,6 +330,38 @@ def test_tokens_of_no_row_get_zeros(library: ctypes.CDLL, dtype: torch.dtype) ->
     assert not out[5:].any()
 
 
+def test_layers_of_a_step_do_not_disturb_each_other(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    case = make_case([(1, 40), (20, 20), (3, 70)], dtype)
+    step = Step(case.query_start, case.seq_lens, case.block_table, case.slot_mapping)
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0, -90.0, 90.0])
+    given = [{}, {"softcap": 2.0}, {"sinks": sinks}, {"sinks": -sinks}, {"alibi_slopes": sinks.abs()}]
+    pairs = []
+    for number in range(40):
+        extras = given[number % len(given)]
+        case.scale = SCALE + number // 10
+        if number % 3:
+            case.query.mul_(0.9)  # the next layer's queries, where those of this one were
+        else:
+            case.query, case.key, case.value = case.query.clone(), case.key * 1.1, case.value - 1
+        kernel = CachedAttention(library, _copied(case.key_cache), _copied(case.value_cache))
+        out = kernel(case.query, case.key, case.value, step, scale=case.scale, **extras)
+        pairs.append((out, case.run(library, **extras)))
+    for out, expected in pairs:
+        assert torch.equal(out, expected)
+    kernel = CachedAttention(library, _copied(case.key_cache), _copied(case.value_cache))
+    for number in range(10):  # a layer is called anew, with other scores
+        extras, case.scale = given[number % 5], SCALE * (1 + number % 2)
+        out = kernel(case.query, case.key, case.value, step, scale=case.scale, **extras)
+        assert torch.equal(out, case.run(library, **extras))
+
+
+def test_tensors_of_another_type_than_the_cache_are_refused(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    case = make_case([(1, 40)], dtype)
+    case.value = case.value.double()
+    with pytest.raises(ValueError, match=r"cache's type, torch\.\w+, not torch\.\w+, torch\.\w+, torch\.float64"):
+        case.run(library)
+
+
 def test_an_empty_step(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     case = make_case([(0, 4), (0, 70)], dtype)
     assert case.run(library).shape == (0, 6, 32)

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ARGUMENTS = (_P, _P, _P, _I, _I, _P, _I, _I, _P, _I, _I, _P, _I, _F, _F, _I, _P, _P)
+
+# Results of so many layers are allocated at once, as long as they take no more bytes than that: in a small step that is
+# much of what a call takes, since the weights that were read since the last one leave nothing of torch's code in the
+# processor's cache.
+_RESULTS, _RESULT_BYTES = 16, 2 << 20
 
 
 class _StepStruct(ctypes.Structure):
@@ -27,6 +31,18 @@ class _StepStruct(ctypes.Structure):
         ("num_tokens", _I),
         ("num_threads", _I),
     )
+
+
+class _RowsStruct(ctypes.Structure):
+    _fields_ = (("data", _P), ("token", _I), ("head", _I))
+
+
+class _InputsStruct(ctypes.Structure):
+    _fields_ = (("query", _RowsStruct), ("key", _RowsStruct), ("value", _RowsStruct), ("num_heads", _I))
+
+
+class _ScoresStruct(ctypes.Structure):
+    _fields_ = (("scale", _F), ("softcap", _F), ("window", _I), ("sinks", _P), ("slopes", _P))
 
 
 class _CacheStruct(ctypes.Structure):
@@ -46,6 +62,9 @@ class _LayerStruct(ctypes.Structure):
 class Step:
     """The rows of a step, for all layers that share a block table; tensors on the CPU, which it keeps alive.
 
+    Layers often have their queries, keys and values in the same tensors, one after the other: it remembers what it was
+    given last, and takes the same tensors for what lies in the same places.
+
     Args:
         query_start: ``[R + 1]`` integers: where each row's queries begin among the step's tokens.
         seq_lens: ``[R]`` integers: the rows' contexts, their queries included.
@@ -53,7 +72,10 @@ class Step:
         slot_mapping: ``[T]`` integers ``block * block_size + offset``, where keys and values are written.
     """
 
-    __slots__ = ("_keep", "_struct", "address", "num_tokens")
+    __slots__ = (
+        "_dtype", "_inputs", "_keep", "_key", "_query", "_result", "_results", "_strided", "_struct", "_value",
+        "address", "inputs", "num_tokens",
+    )  # fmt: skip
 
     def __init__(self, query_start: Tensor, seq_lens: Tensor, block_table: Tensor, slot_mapping: Tensor) -> None:
         self._keep = query_start, seq_lens, block_table, slot_mapping = (
@@ -74,6 +96,35 @@ class Step:
             torch.get_num_threads(),
         )
         self.address = ctypes.addressof(self._struct)
+        self._query: Tensor | None = None
+        self._key: Tensor | None = None
+        self._value: Tensor | None = None
+        self._dtype: torch.dtype | None = None
+        self._result: tuple[torch.dtype | None, int, int] | None = None
+        self._results: list[Tensor] = []
+
+    def take(self, query: Tensor, key: Tensor, value: Tensor) -> torch.dtype | None:
+        """Have them ready for the kernel; returns their type, None if they are of several."""
+        if query is self._query and key is self._key and value is self._value:
+            return self._dtype
+        self._query, self._key, self._value = query, key, value
+        self._dtype = query.dtype if query.dtype is key.dtype is value.dtype else None
+        self._strided = _strided(query), _strided(key), _strided(value)
+        self._inputs = _InputsStruct(*map(_rows_struct, self._strided), query.shape[1])
+        self.inputs = ctypes.addressof(self._inputs)
+        return self._dtype
+
+    def result(self, v_head_dim: int) -> Tensor:
+        """``[T, num_heads, v_head_dim]`` of the type of what was taken, holding anything; another one each time."""
+        kind = self._dtype, self._inputs.num_heads, v_head_dim
+        if kind != self._result or not self._results:
+            query, heads = self._query, self._inputs.num_heads
+            assert query is not None
+            self._result = kind
+            size = max(len(query) * heads * v_head_dim * query.element_size(), 1)
+            count = min(_RESULTS, _RESULT_BYTES // size) or 1
+            self._results = list(query.new_empty((count, len(query), heads, v_head_dim)).unbind())
+        return self._results.pop()
 
 
 class CachedAttention:
@@ -112,8 +163,11 @@ class CachedAttention:
             DTYPES[self.dtype],
         )
         self._address = ctypes.addressof(self._struct)
+        self._scores = _ScoresStruct()
+        self._scores_address = ctypes.addressof(self._scores)
+        self._scored: tuple[float, int | None, bool, float | None] | None = None
         self._function = library.trivet_attention
-        self._function.restype, self._function.argtypes = _I, _ARGUMENTS
+        self._function.restype, self._function.argtypes = _I, (_P, _P, _P, _P, _P)
 
     def __call__(
         self,
@@ -148,53 +202,35 @@ class CachedAttention:
             ``[T, num_heads, v_head_dim]`` in the cache's dtype; zeros for tokens of no row.
 
         Raises:
+            ValueError: If queries, keys and values are not of the cache's dtype.
             MemoryError: If there is none for the kernel's buffers.
         """
-        num_tokens, num_heads, _ = query.shape
-        out = query.new_empty((num_tokens, num_heads, self._v_head_dim))
-        if window is None:
-            window = 0
-        elif chunked:
-            window = -window
-        if sinks is not None:
-            sinks = _dense(sinks, torch.float32)
-        if alibi_slopes is not None:
-            alibi_slopes = _dense(alibi_slopes, torch.float32)
-        query, query_token, query_head = _strided(query)
-        key, key_token, key_head = _strided(key)
-        value, value_token, value_head = _strided(value)
-        failed = self._function(
-            step.address,
-            self._address,
-            query.data_ptr(),
-            query_token,
-            query_head,
-            key.data_ptr(),
-            key_token,
-            key_head,
-            value.data_ptr(),
-            value_token,
-            value_head,
-            out.data_ptr(),
-            num_heads,
-            scale,
-            softcap or 0.0,
-            window,
-            None if sinks is None else sinks.data_ptr(),
-            None if alibi_slopes is None else alibi_slopes.data_ptr(),
-        )
-        if failed:
-            raise MemoryError(f"no memory for the buffers of attention over {num_tokens} tokens")
+        if step.take(query, key, value) is not self.dtype:
+            names = ", ".join(str(given.dtype) for given in (query, key, value))
+            raise ValueError(f"queries, keys and values must be of the cache's type, {self.dtype}, not {names}")
+        scored = scale, window, chunked, softcap
+        if scored != self._scored or sinks is not None or alibi_slopes is not None:
+            sinks = None if sinks is None else _dense(sinks, torch.float32)
+            alibi_slopes = None if alibi_slopes is None else _dense(alibi_slopes, torch.float32)
+            self._scores.scale, self._scores.softcap = scale, softcap or 0.0
+            self._scores.window = 0 if window is None else -window if chunked else window
+            self._scores.sinks = None if sinks is None else sinks.data_ptr()
+            self._scores.slopes = None if alibi_slopes is None else alibi_slopes.data_ptr()
+            self._scored = scored if sinks is None and alibi_slopes is None else None
+        out = step.result(self._v_head_dim)
+        if self._function(step.address, self._address, step.inputs, self._scores_address, out.data_ptr()):
+            raise MemoryError(f"no memory for the buffers of attention over {len(query)} tokens")
         return out
 
 
-def _strided(rows: Tensor) -> tuple[Tensor, int, int]:
-    """``[T, heads, dim]`` whose heads have no gaps, and the strides between tokens and heads."""
-    token, head, element = rows.stride()
-    if element != 1 and rows.shape[2] != 1:
-        rows = rows.contiguous()
-        token, head, _ = rows.stride()
-    return rows, token, head
+def _strided(rows: Tensor) -> Tensor:
+    """``[T, heads, dim]`` whose heads have no gaps."""
+    return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
+
+
+def _rows_struct(rows: Tensor) -> Any:
+    token, head, _ = rows.stride()
+    return _RowsStruct(rows.data_ptr(), token, head)
 
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:

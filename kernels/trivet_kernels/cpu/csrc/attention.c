@@ -164,17 +164,14 @@ static void write_token(const trivet_attention_cache *cache, int64_t block_size,
 
 /* Write keys and values to the cache, then attend; `out` is [num_tokens, num_heads, v_dim] without gaps.
  * Returns 0, or -1 when there is no memory. */
-int64_t trivet_attention(const trivet_attention_step *step, const trivet_attention_layer *layer, const void *query,
-                         int64_t query_token, int64_t query_head, const void *key, int64_t key_token, int64_t key_head,
-                         const void *value, int64_t value_token, int64_t value_head, void *out, int64_t num_heads,
-                         float scale, float softcap, int64_t window, const float *sinks, const float *slopes) {
-    const rows_t keys = {key, key_token, key_head}, values = {value, value_token, value_head};
+int64_t trivet_attention(const trivet_attention_step *step, const trivet_attention_layer *layer,
+                         const trivet_attention_inputs *inputs, const trivet_attention_scores *how, void *out) {
     const int64_t item = layer->dtype == TRIVET_BF16 ? 2 : 4, heads = layer->num_kv_heads;
-    const int64_t num_tokens = step->num_tokens;
+    const int64_t num_tokens = step->num_tokens, num_heads = inputs->num_heads;
     const call_t call = {.step = step,
                          .layer = layer,
-                         .query = {query, query_token, query_head},
-                         .how = {scale, softcap, window, sinks, slopes},
+                         .query = inputs->query,
+                         .how = *how,
                          .out = out,
                          .num_heads = num_heads,
                          .per_head = num_heads / heads,
@@ -191,8 +188,8 @@ int64_t trivet_attention(const trivet_attention_step *step, const trivet_attenti
         if (!scratch) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < num_tokens; token++) {
-            write_token(&layer->key, layer->block_size, heads, item, &keys, token, step->slot_mapping[token]);
-            write_token(&layer->value, layer->block_size, heads, item, &values, token, step->slot_mapping[token]);
+            write_token(&layer->key, layer->block_size, heads, item, &inputs->key, token, step->slot_mapping[token]);
+            write_token(&layer->value, layer->block_size, heads, item, &inputs->value, token, step->slot_mapping[token]);
         }
         for (int64_t i; scratch && (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < work.num_tasks;) {
             const task_t *task = &work.tasks[i];

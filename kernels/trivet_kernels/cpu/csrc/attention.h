@@ -44,18 +44,24 @@ typedef struct {
     int64_t token, head;
 } rows_t;
 
+/* Of a layer, in its dtype; `num_heads` of the queries. */
+typedef struct {
+    rows_t query, key, value;
+    int64_t num_heads;
+} trivet_attention_inputs;
+
 /* How scores are made. */
 typedef struct {
     float scale, softcap;        /* softcap 0: none */
     int64_t window;              /* 0: none; -n: chunks of n */
     const float *sinks, *slopes; /* [num_heads] or NULL */
-} scores_t;
+} trivet_attention_scores;
 
 typedef struct {
     const trivet_attention_step *step;
     const trivet_attention_layer *layer;
     rows_t query;
-    scores_t how;
+    trivet_attention_scores how;
     char *out;
     int64_t num_heads, per_head; /* query heads, and those of them that share a key head */
     int64_t most_lanes;          /* of a unit */

@@ -172,7 +172,7 @@ ALWAYS_INLINE void NAME(adjust)(const int nv, const block_t *block, int masked, 
     const VI *position = (const VI *)(block->scratch->position + offset);
     const VI *low = (const VI *)(block->scratch->low + offset);
     const VF *slope = (const VF *)(block->scratch->slope + offset);
-    const scores_t *how = block->how;
+    const trivet_attention_scores *how = block->how;
     for (int n = block->from; n < block->to; n++) {
         const int32_t place = block->keys->first + n;
 #pragma GCC unroll 2
@@ -289,7 +289,7 @@ ALWAYS_INLINE void NAME(soften)(const int nv, int masked, int from, int to, cons
 
 ALWAYS_INLINE void NAME(block)(const int nv, const block_t *block, float *state) {
     const group_t *group = block->group;
-    const scores_t *how = block->how;
+    const trivet_attention_scores *how = block->how;
     const int from = block->from, to = block->to;
     VF *scores = (VF *)block->scratch->scores;
     NAME(elements) *weights = (NAME(elements) *)block->scratch->weights;

@@ -46,7 +46,7 @@ typedef struct {
 /* A block of keys, those of it that some of a group's queries see, and what is fetched in the meantime. */
 typedef struct {
     const trivet_attention_layer *layer;
-    const scores_t *how;
+    const trivet_attention_scores *how;
     const scratch_t *scratch;
     const group_t *group;
     const keys_t *keys, *ahead;
