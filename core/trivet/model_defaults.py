@@ -3,13 +3,12 @@ context is."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trivet.errors import ModelLoadError, TrivetError
-from trivet.model_source import is_hub_id, resolve_model
+from trivet.model_source import is_hub_id, read_json, resolve_model
 from trivet_schemas.errors import ParameterError
 from trivet_schemas.sampling import SamplingParams
 
@@ -51,7 +50,7 @@ def default_sampling_values(config: EngineConfig) -> dict[str, Any]:
         if source == "auto":
             return {}
         raise ModelLoadError(f"generation_config: {path} does not exist; name a folder that holds one, auto or vllm")
-    given = _read(path)
+    given = read_json(path)
     values = {ours: given[name] for name, ours in _SAMPLING_FIELDS.items() if given.get(name) is not None}
     try:
         SamplingParams(**values)
@@ -75,14 +74,16 @@ def pooling_defaults(folder: Path) -> tuple[str, bool]:
     if not listing.is_file():
         return "last", True
     kind, normalizes = "last", False
-    modules = _read(listing, list)
+    modules = read_json(listing, list)
     for module in modules:
         step = str(module.get("type", "")) if isinstance(module, dict) else ""
         if step.endswith(".Normalize"):
             normalizes = True
         elif step.endswith(".Pooling"):
             path = folder / str(module.get("path", "")) / "config.json"
-            chosen = [name for name, value in _read(path).items() if name.startswith("pooling_mode_") and value is True]
+            chosen = [
+                name for name, value in read_json(path).items() if name.startswith("pooling_mode_") and value is True
+            ]
             if len(chosen) != 1 or chosen[0] not in _POOLING_MODES:
                 known = ", ".join(_POOLING_MODES)
                 raise ModelLoadError(
@@ -114,16 +115,6 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a name that no file system takes
         return False
-
-
-def _read(path: Path, kind: type[Any] = dict) -> Any:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"cannot read {path}: {error}; download the model again") from error
-    if not isinstance(value, kind):
-        raise ModelLoadError(f"{path} must hold a JSON {kind.__name__}, got {type(value).__name__}")
-    return value
 
 
 # ---------------------------------------------------------------------- context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import dataclass
@@ -117,6 +118,27 @@ def hub_config(name: str, revision: str | None = None) -> dict[str, Any] | None:
         logger.debug("config.json of the hub model %r cannot be fetched: %s", name, error)
         return None
     return found if isinstance(found, dict) else None
+
+
+def read_json(path: Path, kind: type[Any] = dict) -> Any:
+    """What a JSON file of a model holds: an object, or with ``kind=list`` an array.
+
+    Raises:
+        ModelLoadError: The file is missing, damaged, or holds something else; names it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelLoadError(f"cannot read {path}: {reason}; check the file and its permissions") from error
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or nested too deep
+        raise ModelLoadError(
+            f"{path}: cannot be read as JSON ({error}); it is truncated or damaged: download the file again"
+        ) from error
+    if not isinstance(value, kind):
+        wanted = "object" if kind is dict else "array"
+        raise ModelLoadError(f"{path} must hold a JSON {wanted}, got {type(value).__name__}; download the file again")
+    return value
 
 
 def is_hub_id(name: str) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 
-from trivet.model_source import resolve_model
+from trivet.model_source import read_json, resolve_model
 
 
 def resolve_dtype(name: str, location: str, device: str) -> torch.dtype:
@@ -17,7 +15,7 @@ def resolve_dtype(name: str, location: str, device: str) -> torch.dtype:
     found = resolve_model(location)
     if found.kind == "gguf":
         return torch.float32 if device == "cpu" else torch.bfloat16
-    config = json.loads((found.path / "config.json").read_text(encoding="utf-8"))
+    config = read_json(found.path / "config.json")
     for part in (config, config.get("text_config", {})):
         stored = part.get("dtype") or part.get("torch_dtype")
         if stored in {"float32", "bfloat16", "float16"}:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trivet.errors import ModelLoadError
+from trivet.model_source import read_json
 from trivet_hf_tokenizer._parts import TokenizerParts, count_ids, unique
 from trivet_hf_tokenizer.chat_template import DEFAULT
 
@@ -76,19 +76,8 @@ def load_folder(folder: Path, *, trust_remote_code: bool = False) -> TokenizerPa
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON file's mapping, an empty one when there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ModelLoadError(
-            f"cannot read {path}: {error.strerror or error}; check the file and its permissions"
-        ) from error
-    except ValueError as error:  # invalid JSON or UTF-8
-        raise ModelLoadError(f"{path} is truncated or damaged: {error}; {_AGAIN}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, got {type(value).__name__}; {_AGAIN}")
-    return value
+    found: dict[str, Any] = read_json(path) if path.exists() else {}
+    return found
 
 
 def _read_backend(path: Path) -> Backend:

@@ -69,7 +69,9 @@ def test_a_folder_that_no_file_system_can_have_does_not_exist(model: Path, sourc
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 def test_a_file_that_nests_too_deep_is_named(model: Path, opening: str) -> None:
     write(model, "generation_config.json", opening * 100_000)
-    with pytest.raises(ModelLoadError, match=r"cannot read .*generation_config\.json: .*; download the model again"):
+    with pytest.raises(
+        ModelLoadError, match=r"generation_config\.json: cannot be read as JSON .*: download the file again"
+    ):
         default_sampling_values(EngineConfig(model=str(model)))
 
 
@@ -85,8 +87,8 @@ def test_a_model_without_a_recommendation_has_none(tmp_path: Path) -> None:
     [
         ({"temperature": -1}, "temperature: must be at least 0"),
         ({"top_k": "all"}, "top_k"),
-        ("{", "cannot read"),
-        ([1], "must hold a JSON dict, got list"),
+        ("{", "cannot be read as JSON"),
+        ([1], "must hold a JSON object, got list"),
     ],
 )
 def test_a_recommendation_that_cannot_be_is_named(model: Path, content: Any, message: str) -> None:

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 
 import trivet.demo
 from trivet.errors import ModelLoadError
-from trivet.model_source import ModelLocation, find_model, hub_config, resolve_model
+from trivet.model_source import ModelLocation, find_model, hub_config, read_json, resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +240,32 @@ def test_a_configuration_is_fetched_alone(
 def test_nothing_is_fetched_offline_or_under_an_impossible_name() -> None:
     assert hub_config("owner/name") is None
     assert hub_config("owner/na..me") is None
+
+
+def test_a_json_file_is_an_object_or_an_array_as_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"a": "\u00e9"}', encoding="utf-8")
+    assert read_json(path) == {"a": "\u00e9"}
+    with pytest.raises(ModelLoadError, match=r"config\.json must hold a JSON array, got dict"):
+        read_json(path, list)
+    path.write_text("[1]", encoding="utf-8")
+    assert read_json(path, list) == [1]
+    with pytest.raises(ModelLoadError, match=r"config\.json must hold a JSON object, got list"):
+        read_json(path)
+
+
+@pytest.mark.parametrize("content", [b'{"a":', b"\xff\xfe", b"", b"[" * 200_000], ids=range(4))
+def test_a_damaged_json_file_is_named_with_the_remedy(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"config\.json: cannot be read as JSON \(.+\).*: download the file again"):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_json_file_that_cannot_be_opened_is_named_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"cannot read .*modules\.json: No such file or directory; check"):
+        read_json(tmp_path / "modules.json")
+    with pytest.raises(ModelLoadError, match=r"cannot read .*: Is a directory; check the file and its permissions"):
+        read_json(tmp_path)
 
 
 def test_demo_comes_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

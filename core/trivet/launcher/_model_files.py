@@ -15,7 +15,7 @@ import numpy as np
 from trivet.errors import ModelLoadError
 from trivet.gguf import GGUFFile
 from trivet.model_defaults import context_length
-from trivet.model_source import ModelLocation
+from trivet.model_source import ModelLocation, read_json
 from trivet.roles import LayerKVSpec, ModelInfo
 from trivet.roles.kv import KVKind
 
@@ -179,7 +179,7 @@ def _maximum(value: Any) -> int:
 
 
 def _read_folder(path: Path, dtype: str, max_model_len: int | None) -> ModelFiles:
-    values = _read_json(path / "config.json")
+    values = read_json(path / "config.json")
     inner = values.get("text_config") or {}
     text: dict[str, Any] = {**values, **inner}
     found = ModelFiles(_stored_dtype(values, inner) if dtype == "auto" else dtype)
@@ -271,7 +271,7 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
-    files = sorted({folder / name for name in _read_json(index).get("weight_map", {}).values()})
+    files = sorted({folder / name for name in read_json(index).get("weight_map", {}).values()})
     for file in files:
         if not file.is_file():
             raise ModelLoadError(f"{index} names {file.name}, which is missing; download the model again")
@@ -294,13 +294,3 @@ def _count_elements(path: Path) -> int:
     if size < end:
         raise ModelLoadError(f"{path} is truncated: it has {size} of {end} bytes; download the model again")
     return count
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}; download the model again") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} holds no JSON object; download the model again")
-    return value

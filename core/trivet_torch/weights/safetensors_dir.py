@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trivet.errors import ModelLoadError
+from trivet.model_source import read_json
 from trivet_torch.weights._listing import listed
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def folder_config(folder: Path, *, trust_remote_code: bool) -> Any:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The fields of ``config.json``. Raises :class:`ModelLoadError` if it cannot be read."""
-    return _read_json(folder / "config.json")
+    fields: dict[str, Any] = read_json(folder / "config.json")
+    return fields
 
 
 def folder_eos_token_ids(folder: Path, config: Any) -> list[int]:
@@ -110,7 +112,7 @@ def folder_eos_token_ids(folder: Path, config: Any) -> list[int]:
     generation = folder / "generation_config.json"
     value, source = None, generation
     if generation.is_file():
-        value = _read_json(generation).get("eos_token_id")
+        value = read_json(generation).get("eos_token_id")
     if value is None:
         value, source = config.eos_token_id, folder / "config.json"
     if value is None:
@@ -137,7 +139,7 @@ def check_folder(folder: Path) -> list[Path]:
     config = folder / "config.json"
     if not config.is_file():
         raise ModelLoadError(f"{folder} has no config.json; name a folder that contains a Hugging Face model")
-    _read_json(config)
+    read_json(config)
     if (folder / _INDEX).is_file():
         return _check_index(folder)
     if (folder / _SINGLE).is_file():
@@ -158,7 +160,7 @@ def has_weights(folder: Path) -> bool:
 
 def _check_index(folder: Path) -> list[Path]:
     index = folder / _INDEX
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelLoadError(f"{index}: it has no 'weight_map' of tensor names to files; {_RECONVERT}")
     names = sorted(set(weight_map.values()))
@@ -226,16 +228,6 @@ def _truncated(path: Path, needed: int, size: int) -> ModelLoadError:
         f"{path}: truncated safetensors: the header promises {needed} bytes, the file has {size}; "
         "the download or copy is incomplete: fetch the file again"
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path}: cannot be read as JSON ({error}); {_RECONVERT}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: it must hold a JSON object; {_RECONVERT}")
-    return value
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def test_what_is_not_said_is_not_guessed(text: dict[str, Any]) -> None:
 
 def test_a_configuration_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 200_000)
-    with pytest.raises(ModelLoadError, match=r"config\.json cannot be read"):
+    with pytest.raises(ModelLoadError, match=r"config\.json: cannot be read as JSON"):
         read_model(ModelLocation("hf", tmp_path), "auto", "cpu")
 
 

@@ -192,11 +192,13 @@ def test_a_truncated_tokenizer_is_named(backends, save):
 @pytest.mark.parametrize(
     "name", ["tokenizer_config", "special_tokens_map", "generation_config", "config", "chat_template"]
 )
-@pytest.mark.parametrize("content", [b'{"a": ', b"\xff\xfe", b"[1]"])
+@pytest.mark.parametrize("content", [b'{"a": ', b"\xff\xfe", b"[1]", b"[" * 200_000], ids=range(4))
 def test_a_damaged_file_is_named(backends, save, name, content):
     folder = save(backends["byte-level"])
     (folder / f"{name}.json").write_bytes(content)
-    with pytest.raises(ModelLoadError, match=rf"{name}\.json (is truncated or damaged|must hold a JSON object).*again"):
+    with pytest.raises(
+        ModelLoadError, match=rf"{name}\.json(: cannot be read as JSON| must hold a JSON object).*again"
+    ):
         HFTokenizer.from_path(folder)
 
 
