@@ -355,6 +355,18 @@ def test_layers_of_a_step_do_not_disturb_each_other(library: ctypes.CDLL, dtype:
         assert torch.equal(out, case.run(library, **extras))
 
 
+def test_tensors_whose_elements_lie_apart_are_read_anew_in_every_layer(
+    library: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    case = make_case([(1, 40), (3, 70)], dtype)
+    step = Step(case.query_start, case.seq_lens, case.block_table, case.slot_mapping)
+    case.query = case.query.transpose(0, 2).contiguous().transpose(0, 2)
+    for _ in range(3):
+        case.query.mul_(0.5)
+        kernel = CachedAttention(library, _copied(case.key_cache), _copied(case.value_cache))
+        assert torch.equal(kernel(case.query, case.key, case.value, step, scale=SCALE), case.run(library))
+
+
 def test_tensors_of_another_type_than_the_cache_are_refused(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     case = make_case([(1, 40)], dtype)
     case.value = case.value.double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,8 +63,8 @@ class _LayerStruct(ctypes.Structure):
 class Step:
     """The rows of a step, for all layers that share a block table; tensors on the CPU, which it keeps alive.
 
-    Layers often have their queries, keys and values in the same tensors, one after the other: it remembers what it was
-    given last, and takes the same tensors for what lies in the same places.
+    Layers often have their queries, keys and values in the same tensors, one after the other: in a small step it
+    remembers what it was given last, and takes the same tensors for what lies in the same places.
 
     Args:
         query_start: ``[R + 1]`` integers: where each row's queries begin among the step's tokens.
@@ -73,7 +74,7 @@ class Step:
     """
 
     __slots__ = (
-        "_dtype", "_inputs", "_keep", "_key", "_query", "_result", "_results", "_strided", "_struct", "_value",
+        "_copies", "_dtype", "_inputs", "_keep", "_key", "_query", "_result", "_results", "_struct", "_value",
         "address", "inputs", "num_tokens",
     )  # fmt: skip
 
@@ -107,23 +108,25 @@ class Step:
         """Have them ready for the kernel; returns their type, None if they are of several."""
         if query is self._query and key is self._key and value is self._value:
             return self._dtype
-        self._query, self._key, self._value = query, key, value
-        self._dtype = query.dtype if query.dtype is key.dtype is value.dtype else None
-        self._strided = _strided(query), _strided(key), _strided(value)
-        self._inputs = _InputsStruct(*map(_rows_struct, self._strided), query.shape[1])
+        given = query, key, value
+        strided = [_strided(rows) for rows in given]
+        self._inputs = _InputsStruct(*map(_rows_struct, strided), query.shape[1])
         self.inputs = ctypes.addressof(self._inputs)
+        self._dtype = query.dtype if query.dtype is key.dtype is value.dtype else None
+        # Copies are not what the next layer writes to, and what a long step would leave here takes much memory.
+        self._copies = [copy for copy, rows in zip(strided, given, strict=True) if copy is not rows]
+        stays = not self._copies and query.nbytes <= _RESULT_BYTES
+        self._query, self._key, self._value = given if stays else (None, None, None)
         return self._dtype
 
-    def result(self, v_head_dim: int) -> Tensor:
-        """``[T, num_heads, v_head_dim]`` of the type of what was taken, holding anything; another one each time."""
+    def result(self, query: Tensor, v_head_dim: int) -> Tensor:
+        """``[T, num_heads, v_head_dim]`` for ``query``, which was taken, holding anything; another one each time."""
         kind = self._dtype, self._inputs.num_heads, v_head_dim
         if kind != self._result or not self._results:
-            query, heads = self._query, self._inputs.num_heads
-            assert query is not None
             self._result = kind
-            size = max(len(query) * heads * v_head_dim * query.element_size(), 1)
-            count = min(_RESULTS, _RESULT_BYTES // size) or 1
-            self._results = list(query.new_empty((count, len(query), heads, v_head_dim)).unbind())
+            shape = *query.shape[:2], v_head_dim
+            count = min(_RESULTS, _RESULT_BYTES // max(math.prod(shape) * query.element_size(), 1)) or 1
+            self._results = list(query.new_empty((count, *shape)).unbind())
         return self._results.pop()
 
 
@@ -217,7 +220,7 @@ class CachedAttention:
             self._scores.sinks = None if sinks is None else sinks.data_ptr()
             self._scores.slopes = None if alibi_slopes is None else alibi_slopes.data_ptr()
             self._scored = scored if sinks is None and alibi_slopes is None else None
-        out = step.result(self._v_head_dim)
+        out = step.result(query, self._v_head_dim)
         if self._function(step.address, self._address, step.inputs, self._scores_address, out.data_ptr()):
             raise MemoryError(f"no memory for the buffers of attention over {len(query)} tokens")
         return out
