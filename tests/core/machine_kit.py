@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from drafting import RandomTreeDrafter
 from grammars import Alternating
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from pydantic import Field
 
 from trivet.errors import RequestFault
@@ -440,3 +442,18 @@ def trivet_providers() -> list[Provider]:
         Provider("grammar", "parity", "machine_kit:ParityGrammar"),
         Provider("connector", "depot", "machine_kit:Depot", DepotOptions, worker_factory="machine_kit:DepotWorker"),
     ]
+
+
+def lives(machine: type[RuleBasedStateMachine], examples: int, steps: int, *, same: bool = False) -> None:
+    """Run so many random lives of a machine, of so many steps at most; ``same``: the same ones every time."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=same,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        ),
+    )

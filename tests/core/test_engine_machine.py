@@ -13,9 +13,8 @@ import machine_kit as kit
 import numpy as np
 import pytest
 from engine_kit import FAKE
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from machine_oracle import VOCAB, Wanted
 
 from trivet.context import Hold
@@ -356,27 +355,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def lives(examples: int, steps: int, *, same: bool = False) -> None:
-    run_state_machine_as_test(
-        Life,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=same,
-            suppress_health_check=list(HealthCheck),
-            database=None,
-        ),
-    )
-
-
 def test_short_lives() -> None:
-    lives(60, 30, same=True)
+    kit.lives(Life, 60, 30, same=True)
 
 
 @pytest.mark.full
 def test_long_lives() -> None:
-    lives(600, 60)
+    kit.lives(Life, 600, 60)
 
 
 def threaded(seed: int, rules: int) -> None:

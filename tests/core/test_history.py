@@ -15,9 +15,8 @@ import machine_kit as kit
 import pytest
 import test_engine_machine as machine
 from engine_kit import config, drain, engine, greedy
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 
 from trivet.context import Hold
 from trivet.engine import Engine
@@ -151,27 +150,13 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     logging.disable(logging.NOTSET)
 
 
-def lives(examples: int, steps: int, *, same: bool = False) -> None:
-    run_state_machine_as_test(
-        Watched,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=same,
-            suppress_health_check=list(HealthCheck),
-            database=None,
-        ),
-    )
-
-
 def test_in_short_lives_every_step_has_one_reason_and_all_add_up() -> None:
-    lives(25, 30, same=True)
+    kit.lives(Watched, 25, 30, same=True)
 
 
 @pytest.mark.full
 def test_in_long_lives_every_step_has_one_reason_and_all_add_up() -> None:
-    lives(120, 50)
+    kit.lives(Watched, 120, 50)
 
 
 # ---------------------------------------------------------------------- what is told
