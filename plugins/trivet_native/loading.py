@@ -239,9 +239,14 @@ class Loader:
         named: str | None = None,
     ) -> Linear:
         """Matrices ``names`` of ``sizes`` rows each as one layer, which the quantization gets to see as ``named``."""
-        weights = self._weights
         self._expect(names, sizes, width, bias=bias)
-        quantization = self._taker(names, named) if quantise else None
+        return self._make(names, self._taker(names, named) if quantise else None, named, bias=bias)
+
+    def _make(
+        self, names: Sequence[str], quantization: Quantization | None, named: str | None, *, bias: bool
+    ) -> Linear:
+        """The layer of :meth:`_linear`, whose matrices have been looked at: by ``quantization`` if that takes them."""
+        weights = self._weights
         if quantization is not None:
             made: Linear = quantization.linear([self._stored(name, named or name, bias=bias) for name in names])
         else:

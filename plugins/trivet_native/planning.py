@@ -100,23 +100,16 @@ class _Planner(Loader):
         self._weights.expect(SCORE, shape)
         return torch.empty(shape, device="meta")
 
-    def _linear(
-        self,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        width: int,
-        *,
-        bias: bool = False,
-        quantise: bool = True,
-        named: str | None = None,
+    def _make(
+        self, names: Sequence[str], quantization: Quantization | None, named: str | None, *, bias: bool
     ) -> Linear:
-        self._expect(names, sizes, width, bias=bias)
-        rows = sum(sizes)
-        quantization = self._taker(names, named) if quantise else None
+        weights = self._weights
+        matrices = [weights.matrix(f"{name}.weight", self._dtype) for name in names]
+        rows, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         if quantization is not None:
             parts = [
-                StoredLinear(named or name, (size, width), self._weights.stored(f"{name}.weight"))
-                for name, size in zip(names, sizes, strict=True)
+                StoredLinear(named or name, matrix.shape, weights.stored(f"{name}.weight"))
+                for name, matrix in zip(names, matrices, strict=True)
             ]
             num_bytes = quantization.planned_bytes(parts, bias=bias)
             if num_bytes is None:
