@@ -25,6 +25,7 @@ static void free_buffers(void *pointer) {
     buffers_t *buffers = pointer;
     free(buffers->plans.data);
     free(buffers->tasks.data);
+    free(buffers->order.data);
     free(buffers->states.data);
     free(buffers->scratch.data);
     free(buffers);
@@ -91,11 +92,29 @@ static int64_t plan_row(const call_t *call, int32_t row, int64_t most_lanes, int
     return num;
 }
 
+/* Rows in the order in which they are computed: about from the longest to the shortest, so that what is left for the
+ * end is small. */
+static void order_rows(const call_t *call, int32_t *order) {
+    enum { PLACES = 64 };
+    const trivet_attention_step *step = call->step;
+    int64_t most = 1, next[PLACES + 1] = {0};
+    for (int64_t row = 0; row < step->num_rows; row++) {
+        const int64_t work = num_queries(call, row) * step->seq_lens[row];
+        if (work > most) most = work;
+    }
+    for (int64_t row = 0; row < step->num_rows; row++)
+        next[PLACES - num_queries(call, row) * step->seq_lens[row] * (PLACES - 1) / most]++;
+    for (int i = 0; i < PLACES; i++) next[i + 1] += next[i];
+    for (int64_t row = 0; row < step->num_rows; row++)
+        order[next[PLACES - 1 - num_queries(call, row) * step->seq_lens[row] * (PLACES - 1) / most]++] = (int32_t)row;
+}
+
 /* The units of all rows. */
-static int64_t plan_rows(const call_t *call, int64_t most_lanes, int64_t most_heads, plan_t *plans, int64_t *elements) {
+static int64_t plan_rows(const call_t *call, int64_t most_lanes, int64_t most_heads, const int32_t *order,
+                         plan_t *plans, int64_t *elements) {
     int64_t num = 0;
-    for (int32_t row = 0; row < call->step->num_rows; row++)
-        num += plan_row(call, row, most_lanes, most_heads, plans + num, elements);
+    for (int64_t i = 0; i < call->step->num_rows; i++)
+        num += plan_row(call, order[i], most_lanes, most_heads, plans + num, elements);
     return num;
 }
 
@@ -127,15 +146,17 @@ static int make_work(const call_t *call, work_t *work) {
     int64_t most = 0, elements = 0;
     for (int64_t row = 0; row < step->num_rows; row++) most += num_tiles(num_queries(call, row), FEW_LANES) * heads;
     plan_t *plans = work->plans = grow(&buffers->plans, (size_t)most * sizeof(plan_t) + 64);
-    if (!plans) return -1;
-    int64_t num_units = plan_rows(call, call->most_lanes, heads, plans, &elements);
+    int32_t *order = grow(&buffers->order, (size_t)step->num_rows * sizeof(int32_t) + 64);
+    if (!plans || !order) return -1;
+    order_rows(call, order);
+    int64_t num_units = plan_rows(call, call->most_lanes, heads, order, plans, &elements);
     const int64_t useful = elements / MANY + 1;
     work->num_threads = step->num_threads < useful ? step->num_threads : useful;
     int64_t num_parts = 0, states = 0;
     for (int64_t i = 0; i < num_units; i++) num_parts += plans[i].num_parts;
     if (num_parts < work->num_threads * TASKS_PER_THREAD && work->num_threads > 1) {
         /* Too few: smaller ones, and one for each head. */
-        num_units = plan_rows(call, FEW_LANES, 1, plans, &elements);
+        num_units = plan_rows(call, FEW_LANES, 1, order, plans, &elements);
     }
     int64_t num_tasks = num_units;
     if (work->num_threads > 1) num_tasks += split(call, plans, num_units, work->num_threads, &states);
@@ -191,10 +212,13 @@ int64_t trivet_attention(const trivet_attention_step *step, const trivet_attenti
             write_token(&layer->key, layer->block_size, heads, item, &inputs->key, token, step->slot_mapping[token]);
             write_token(&layer->value, layer->block_size, heads, item, &inputs->value, token, step->slot_mapping[token]);
         }
-        for (int64_t i; scratch && (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < work.num_tasks;) {
-            const task_t *task = &work.tasks[i];
-            const task_t *next_task = i + work.num_threads < work.num_tasks ? task + work.num_threads : NULL;
-            trivet_attention_task(&call, work.plans, task, next_task, scratch, work.states);
+        /* The next task is taken before this one is computed, so that what is fetched is what will be read. */
+        int64_t i = scratch ? __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED) : work.num_tasks;
+        while (i < work.num_tasks) {
+            const int64_t then = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+            const task_t *next_task = then < work.num_tasks ? &work.tasks[then] : NULL;
+            trivet_attention_task(&call, work.plans, &work.tasks[i], next_task, scratch, work.states);
+            i = then;
         }
         if (scratch) trivet_attention_end(scratch);
     }

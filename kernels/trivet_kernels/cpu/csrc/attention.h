@@ -109,7 +109,7 @@ static inline void *grow(buffer_t *buffer, size_t size) {
 
 /* What a thread keeps from call to call; it is freed when the thread ends. */
 typedef struct {
-    buffer_t plans, tasks, states, scratch;
+    buffer_t plans, tasks, order, states, scratch;
 } buffers_t;
 
 /* Those of the calling thread, NULL if there is no memory. */

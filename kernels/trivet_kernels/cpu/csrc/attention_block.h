@@ -33,16 +33,16 @@ typedef VF NAME(elements);
 ALWAYS_INLINE void NAME(score)(const int nv, const block_t *block, VF *scores) {
     const scratch_t *scratch = block->scratch;
     const int each = 4 / nv, last = (block->to + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t steps = num_steps(1, block->layer->key.dim);
+    const int64_t steps = num_steps(1, block->layer->key.dim), width = sizeof(VF) * nv;
     const char *query = (const char *)(scratch->query + steps * block->group->offset);
     for (int i = block->from / TILE_ROWS; i < last;) {
         const int num = i + each <= last ? each : 1;
         const char *const *rows = scratch->key_rows + i;
         char *sums = (char *)(scores + i * TILE_ROWS * nv);
         if (num == each)
-            multiply(each, nv, 0, rows, scratch->key_stride, query, steps / TILE_PAIRS, sums, sizeof(VF) * nv);
+            multiply(each, nv, 0, rows, scratch->key_stride, query, steps / TILE_PAIRS, sums, width, block->ahead);
         else
-            multiply(1, nv, 0, rows, scratch->key_stride, query, steps / TILE_PAIRS, sums, sizeof(VF) * nv);
+            multiply(1, nv, 0, rows, scratch->key_stride, query, steps / TILE_PAIRS, sums, width, block->ahead);
         i += num;
     }
 }
@@ -64,9 +64,9 @@ ALWAYS_INLINE void NAME(weigh)(const int nv, const block_t *block, int first, in
         for (int n = 0; n < 4; n++) rows[n] = values + (i + n) * TILE_ROWS * stride;
         char *sums = (char *)(out + i * TILE_ROWS * nv);
         if (num == each)
-            multiply(each, nv, 1, rows, stride, columns, steps, sums, sizeof(VF) * nv);
+            multiply(each, nv, 1, rows, stride, columns, steps, sums, sizeof(VF) * nv, block->ahead);
         else
-            multiply(1, nv, 1, rows, stride, columns, steps, sums, sizeof(VF) * nv);
+            multiply(1, nv, 1, rows, stride, columns, steps, sums, sizeof(VF) * nv, block->ahead);
         i += num;
     }
 }
@@ -137,10 +137,9 @@ ALWAYS_INLINE void NAME(score)(const int nv, const block_t *block, VF *scores) {
     const float scale = PAIRS ? 1.0f : block->how->scale * LOG2E;
     int n = block->from;
     for (; n + nk <= to; n += nk) {
-        fetch(block, 0, n, n + nk);
+        fetch(block->ahead, block->ahead->lines * nk / 2 + 1);
         NAME(score_keys)(nk, nv, query, rows + n * steps, steps, scale, scores + n * nv);
     }
-    fetch(block, 0, n, BLOCK);
     for (; n + 4 <= to; n += 4) NAME(score_keys)(4, nv, query, rows + n * steps, steps, scale, scores + n * nv);
     for (; n < to; n++) NAME(score_keys)(1, nv, query, rows + n * steps, steps, scale, scores + n * nv);
 }
@@ -150,15 +149,12 @@ ALWAYS_INLINE void NAME(weigh)(const int nv, const block_t *block, int first, in
     const int nd = nv == 2 ? NAME(dims_of_2) : NAME(dims_of_1);
     const int64_t v_dim = block->layer->value.dim;
     const NAME(element) *values = (const NAME(element) *)block->scratch->values;
-    const int each = (int)(BLOCK * nd / v_dim) + 1;
     int64_t d = 0;
-    int n = 0;
     (void)changed;
-    for (; d + nd <= v_dim; d += nd, n += each) {
-        fetch(block, 1, n, n + each);
+    for (; d + nd <= v_dim; d += nd) {
+        fetch(block->ahead, block->ahead->lines * BLOCK * nd / (2 * v_dim) + 1);
         NAME(weigh_dims)(nd, nv, weights, values + d, v_dim, first, last, decay, out + d * nv);
     }
-    fetch(block, 1, n, BLOCK);
     for (; d + 4 <= v_dim; d += 4)
         NAME(weigh_dims)(4, nv, weights, values + d, v_dim, first, last, decay, out + d * nv);
     for (; d < v_dim; d++) NAME(weigh_dims)(1, nv, weights, values + d, v_dim, first, last, decay, out + d * nv);
@@ -233,7 +229,6 @@ ALWAYS_INLINE int NAME(soften)(const int nv, const block_t *block, int first, in
     for (int i = first; i < begin; i++)
 #pragma GCC unroll 2
         for (int v = 0; v < nv; v++) weights[i * nv + v] = (VI){0};
-    if (HAS_TILES) fetch(block, 1, 0, 2 * begin);
     for (int i = begin; i < end; i++) {
 #pragma GCC unroll 2
         for (int v = 0; v < nv; v++) {
@@ -243,9 +238,8 @@ ALWAYS_INLINE int NAME(soften)(const int nv, const block_t *block, int first, in
             sum[v][0] += even, sum[v][1] += odd;
             weights[i * nv + v] = VF_(_rough_pair)(even, odd);
         }
-        if (HAS_TILES) fetch(block, 1, 2 * i, 2 * i + 2);
+        if (HAS_TILES) fetch(block->ahead, FETCH_SOFTEN);
     }
-    if (HAS_TILES) fetch(block, 1, 2 * end, BLOCK);
     for (int i = end; i < last; i++)
 #pragma GCC unroll 2
         for (int v = 0; v < nv; v++) weights[i * nv + v] = (VI){0};

@@ -79,14 +79,11 @@ static void gather_values(const block_t *block, int first) {
             copy(rows + (n - first) * stride, keys->value[n] + head * layer->value.head, v_dim * 2);
     }
     bf16_t *out = (bf16_t *)scratch->values + first;
-    const int last = first + TILE_INPUTS, each = (int)((TILE_INPUTS * 8 + v_dim - 1) / v_dim);
-    int fetched = first;
     for (int64_t d = 0; d < v_dim; d += 8, out += 8 * BLOCK) {
         __m512i rows[8];
         transpose(runs, stride, rows);
         for (int i = 0; i < 4; i++) runs[i] += 16;
-        if (fetched < last) fetch(block, 0, fetched, fetched + each);
-        fetched += each;
+        fetch(block->ahead, FETCH_TURN);
         if (there == 0xffffffffu)
             for (int i = 0; i < 8; i++) _mm512_storeu_si512(out + i * BLOCK, rows[i]);
         else
@@ -113,8 +110,6 @@ static void gather_bf16(const block_t *block, scratch_t *scratch, int once) {
     for (int first = 0; first < BLOCK; first += TILE_INPUTS)
         if (first < keys->to && first + TILE_INPUTS > keys->from)
             gather_values(block, first);
-        else
-            fetch(block, 0, first, first + TILE_INPUTS);
 }
 
 #elif HAS_PAIRS

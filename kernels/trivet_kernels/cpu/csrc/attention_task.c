@@ -1,6 +1,5 @@
 /* Paged attention: the tasks of one thread. See attention.h. */
 #include "attention.h"
-#include "attention_tiles.h"
 #include "attention_vec.h"
 
 /* Lanes that are computed together: one or two vectors, or half a one. */
@@ -43,32 +42,65 @@ typedef struct {
     unsigned modes;
 } scratch_t;
 
+/* The keys and values of the block to come, for all the unit's heads if those lie side by side, and how much of them was
+ * fetched: `at` bytes of those of key `next`. */
+typedef struct {
+    const keys_t *keys;
+    int64_t next, at;
+    int64_t key, value, key_size, value_size; /* where they begin in a row, and their sizes */
+    int64_t lines;                            /* of a head's row */
+} ahead_t;
+
 /* A block of keys, those of it that some of a group's queries see, and what is fetched in the meantime. */
 typedef struct {
     const trivet_attention_layer *layer;
     const trivet_attention_scores *how;
     const scratch_t *scratch;
     const group_t *group;
-    const keys_t *keys, *ahead;
+    const keys_t *keys;
+    ahead_t *ahead;
     int from, to;
 } block_t;
 
 typedef void block_function(const block_t *, float *state);
 typedef void merge_function(int64_t v_dim, float *state, const float *part);
 
-/* Have the group's keys or values of the block ahead fetched from memory, numbers from … to - 1 of them. */
-static inline void fetch(const block_t *block, int values, int from, int to) {
-    const keys_t *ahead = block->ahead;
-    if (!ahead) return;
-    const trivet_attention_cache *cache = values ? &block->layer->value : &block->layer->key;
-    const char *const *rows = values ? ahead->value : ahead->key;
-    const int64_t size = cache->dim * (block->layer->dtype == TRIVET_BF16 ? 2 : 4);
-    const int64_t offset = (block->group->head + ahead->head) * cache->head;
-    if (from < ahead->from) from = ahead->from;
-    if (to > ahead->to) to = ahead->to;
-    for (int n = from; n < to; n++)
-        for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(rows[n] + offset + at, 0, 2);
+static ahead_t start_ahead(const call_t *call, const unit_t *unit, const keys_t *keys) {
+    const trivet_attention_cache *key = &call->layer->key, *value = &call->layer->value;
+    const int64_t item = call->layer->dtype == TRIVET_BF16 ? 2 : 4, first = unit->groups[0].head;
+    const int dense = key->head == key->dim * item && value->head == value->dim * item;
+    const int64_t heads = dense ? unit->groups[unit->num_groups - 1].head - first + 1 : 1;
+    const int64_t dim = key->dim > value->dim ? key->dim : value->dim;
+    return (ahead_t){.keys = keys,
+                     .next = keys->from,
+                     .lines = (dim * item + 63) / 64,
+                     .key = (first + keys->head) * key->head,
+                     .value = (first + keys->head) * value->head,
+                     .key_size = heads * key->dim * item,
+                     .value_size = heads * value->dim * item};
 }
+
+/* Lines of keys, and of values, that are fetched with a step of turning values, of softening scores and of a product of
+ * tiles: 128 in all, those of a head of 64 numbers, most of them where the processor has least else to load. */
+enum { FETCH_TURN = 1, FETCH_SOFTEN = 1, FETCH_PRODUCT = 5 };
+
+/* Have `count` times a line of keys and one of values fetched from memory: by turns, which is faster than all keys and
+ * then all values. Calls are spread over all that is done for a block, since a processor has few fetches under way at
+ * once, and waits where there are more. */
+static inline void fetch(ahead_t *ahead, int64_t count) {
+    const keys_t *keys = ahead->keys;
+    const int64_t key_size = ahead->key_size, value_size = ahead->value_size;
+    int64_t next = ahead->next, at = ahead->at;
+    for (; count > 0 && next < keys->to; count--) {
+        if (at < key_size) __builtin_prefetch(keys->key[next] + ahead->key + at, 0, 2);
+        if (at < value_size) __builtin_prefetch(keys->value[next] + ahead->value + at, 0, 2);
+        at += 64;
+        if (at >= key_size && at >= value_size) at = 0, next++;
+    }
+    ahead->next = next, ahead->at = at;
+}
+
+#include "attention_tiles.h"
 
 /* Products that a score is the sum of: of numbers or of pairs, in tiles of whole steps. */
 static inline int64_t num_steps(int pairs, int64_t dim) {
@@ -273,6 +305,7 @@ static void attend_part(const call_t *call, const unit_t *unit, scratch_t *scrat
         /* The block after this one, of the next partition too, is fetched while this one is computed. */
         find_keys(call, unit->row, first + BLOCK, low, unit->high, ahead);
         const keys_t *wanted = ahead->from < ahead->to ? ahead : next;
+        ahead_t soon = start_ahead(call, unit, wanted);
         for (int g = 0; g < unit->num_groups; g++) {
             const group_t *group = &unit->groups[g];
             const int fresh = g == 0 || group->head != group[-1].head;
@@ -282,7 +315,7 @@ static void attend_part(const call_t *call, const unit_t *unit, scratch_t *scrat
                                    .scratch = scratch,
                                    .group = group,
                                    .keys = keys,
-                                   .ahead = fresh ? wanted : NULL,
+                                   .ahead = &soon,
                                    .from = some > keys->from ? some : keys->from,
                                    .to = end < keys->to ? end : keys->to};
             const int once = fresh && (g + 1 == unit->num_groups || group[1].head != group->head);
@@ -292,6 +325,7 @@ static void attend_part(const call_t *call, const unit_t *unit, scratch_t *scrat
                 gather_floats(&block, scratch);
             if (block.from < block.to) blocks[group->kind](&block, state + STATE_SIZE(group->offset, v_dim));
         }
+        fetch(&soon, INT64_MAX);
         keys_t *done = keys;
         keys = ahead, ahead = done;
     }

@@ -1,12 +1,6 @@
 /* Products of a block by matrix tiles: rows of keys times columns of pairs of queries' numbers, and rows of values, one
  * number of all keys in each, times columns of pairs of keys' weights. Both leave the numbers of lanes side by side, as
- * products of vectors do. */
-#ifndef TRIVET_ATTENTION_TILES_H
-#define TRIVET_ATTENTION_TILES_H
-
-#include "attention_vec.h"
-#include "tiles.h"
-
+ * products of vectors do. Part of attention_task.c. */
 enum { TILE_INPUTS = 32, TILE_PAIRS = TILE_INPUTS / 2 };
 
 #if HAS_TILES
@@ -23,7 +17,7 @@ static inline void shape_tiles(int lanes) {
  * numbers; `add`: to what is there. `rows` are where the tiles of rows begin; `stride` bytes lie between rows, and
  * `width` between those of columns and of sums. */
 ALWAYS_INLINE void multiply(const int num, const int nv, const int add, const char *const *rows, int64_t stride,
-                            const char *columns, int64_t steps, char *sums, int64_t width) {
+                            const char *columns, int64_t steps, char *sums, int64_t width, ahead_t *ahead) {
     const int64_t below = TILE_ROWS * width;
     const int64_t place[4] = {0, nv == 2 ? TILE_BYTES : below, nv == 2 ? below : 2 * below,
                               nv == 2 ? below + TILE_BYTES : 3 * below};
@@ -47,18 +41,24 @@ ALWAYS_INLINE void multiply(const int num, const int nv, const int add, const ch
         if (nv == 2) {
             _tile_loadd(7, columns + i * below + TILE_BYTES, width);
             _tile_dpbf16ps(1, 4, 7);
+            fetch(ahead, FETCH_PRODUCT);
             if (num == 1) continue;
             _tile_loadd(5, rows[1] + i * TILE_BYTES, stride);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
+            fetch(ahead, FETCH_PRODUCT);
         } else {
             if (num == 1) continue;
+            fetch(ahead, FETCH_PRODUCT);
             _tile_loadd(5, rows[1] + i * TILE_BYTES, stride);
             _tile_dpbf16ps(1, 5, 6);
+            fetch(ahead, FETCH_PRODUCT);
             _tile_loadd(4, rows[2] + i * TILE_BYTES, stride);
             _tile_dpbf16ps(2, 4, 6);
+            fetch(ahead, FETCH_PRODUCT);
             _tile_loadd(5, rows[3] + i * TILE_BYTES, stride);
             _tile_dpbf16ps(3, 5, 6);
+            fetch(ahead, FETCH_PRODUCT);
         }
     }
     _tile_stored(0, sums, width);
@@ -67,5 +67,4 @@ ALWAYS_INLINE void multiply(const int num, const int nv, const int add, const ch
     if (num * nv > 2) _tile_stored(3, sums + place[3], width);
 }
 
-#endif
 #endif
