@@ -29,6 +29,7 @@ _MIB = 2**20
 _STATUS, _PAGES = Path("/proc/self/status"), Path("/proc/self/pagemap")
 #: bytes of an entry of pagemap; its top bit says that the page is in memory
 _ENTRY_BYTES, _PRESENT = 8, 63
+_AT_ONCE = 2048  # entries
 
 Point = dict[str, Any]
 
@@ -60,8 +61,10 @@ def present_bytes(spans: Sequence[tuple[int, int]]) -> int:
         for address, size in spans:
             first, last = -(-address // page), (address + size) // page
             pages.seek(first * _ENTRY_BYTES)
-            entries = np.frombuffer(pages.read((last - first) * _ENTRY_BYTES), np.uint64)
-            count += int((entries >> np.uint64(_PRESENT)).sum())
+            # Little by little: what this takes is resident, too, and the next work would find it on the heap.
+            for at in range(first, last, _AT_ONCE):
+                entries = np.frombuffer(pages.read(min(_AT_ONCE, last - at) * _ENTRY_BYTES), np.uint64)
+                count += int((entries >> np.uint64(_PRESENT)).sum())
     return count * page
 
 
