@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 # See madvise(2) of Linux.
 _MADV_DONTNEED = 4
@@ -96,14 +106,63 @@ def _library(line: str) -> tuple[int, int] | None:
     return int(begin, 16), int(end, 16)
 
 
+class Pages:
+    """Memory from the system for itself: ``bytes`` ``[num_bytes]`` uint8, zeros at first. A page is handed out when it
+    is first written, and all go back when the last tensor of it is gone. What lies on the heap takes pages that others
+    have left behind, and keeps those around it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        # By default it would be shared with child processes.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+        self._map = mmap.mmap(-1, max(num_bytes, 1), **private)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes) if num_bytes else _NO_BYTES
+
+    def release(self) -> None:
+        """Give the pages back, and lose what is in them; those that are written again come anew."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+class Kept:
+    """Memory for a result of every step, on the CPU. It is used again as soon as no tensor of it is left, so whoever
+    keeps a result keeps what is in it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._user: weakref.ref[Any] | None = None
+
+    def get(self, rows: int, columns: int) -> Tensor:
+        """``[rows, columns]``, contiguous, with whatever was in it."""
+        count = rows * columns * self._dtype.itemsize
+        if count > len(self._memory) or self._is_used:
+            # The next larger result finds room; pages that are never written take no memory.
+            self._memory = Pages(1 << (count - 1).bit_length() if count else 0).bytes.numpy()
+        part = self._memory[:count]
+        self._user = weakref.ref(part)
+        return torch.from_numpy(part).view(self._dtype).view(rows, columns)
+
+    def release(self) -> None:
+        """Give the memory back, if no result is in it any more."""
+        if not self._is_used:
+            self._memory = np.empty(0, np.uint8)
+
+    @property
+    def _is_used(self) -> bool:
+        return self._user is not None and self._user() is not None
+
+
 class Trimmer:
     """Gives back, now and then, what steps do not need any more: freed memory, and code that has run.
 
-    Results of a step take megabytes and come from the heap, between the small objects of the engine that stay. So what
-    one step leaves free is not always what the next one needs, and the heap grows although no more of it is in use than
-    before. A product of a new shape has the library generate code for it, and with that run megabytes of its own that
-    may not run again. Both cost the next step some milliseconds to get back: it is done within and after steps of many
-    tokens, which take far longer, and of the memory once in many small ones.
+    Results of a step come from the heap, between the small objects of the engine that stay. So what one step leaves
+    free is not always what the next one needs, and the heap grows although no more of it is in use than before. A
+    product of a new shape has the library generate code for it, and with that run megabytes of its own that may not run
+    again. Both cost a step some milliseconds to get back: it is done before and within steps of many tokens, which take
+    far longer, and of the memory once in many small ones.
     """
 
     #: tokens that make a step a long one
@@ -114,8 +173,8 @@ class Trimmer:
     def __init__(self) -> None:
         self._steps = 0
 
-    def stepped(self, num_tokens: int) -> None:
-        """A step of ``num_tokens`` has ended."""
+    def begins(self, num_tokens: int) -> None:
+        """A step of ``num_tokens`` begins."""
         self._steps += 1
         if num_tokens >= self.MANY_TOKENS:
             self._steps = 0

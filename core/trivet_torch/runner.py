@@ -63,6 +63,7 @@ class TorchRunner(StepRunner):
         self._options = options
         self._graphs: DecodeGraphs | None = None
         self._trimmer = Trimmer()
+        self._inference = torch.inference_mode()  # steps come one after the other, so one will do for all
         self.grammar_threads = options.grammar_threads
 
     def load(self) -> WorkerInfo:
@@ -121,13 +122,12 @@ class TorchRunner(StepRunner):
             max((storage.num_blocks - 1 for storage in layout.storage), default=0),
         )
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """See :meth:`trivet.roles.Runner.execute`."""
-        result = super().execute(plan)
         if self._device.type == "cpu":
-            self._trimmer.stepped(plan.num_tokens)
-        return result
+            self._trimmer.begins(plan.num_tokens)
+        with self._inference:
+            return super().execute(plan)
 
     def _forward(self, batch: ForwardBatch) -> ForwardOutput:
         if self._graphs is not None and (output := self._graphs.forward(batch)) is not None:

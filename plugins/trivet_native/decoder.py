@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trivet_kernels.ops import Ops
-    from trivet_native.layers import Block
+    from trivet_native.fused import FusedHead
+    from trivet_native.layers import Block, Scratch
     from trivet_native.spec import DecoderSpec
     from trivet_torch.embedding import Embedding
     from trivet_torch.linear import Linear
@@ -36,13 +37,17 @@ class Decoder:
         head: Linear | None,
         ops: Ops,
         *,
+        native_head: FusedHead | None = None,
+        scratch: Scratch | None = None,
         compiled: bool = False,
     ) -> None:
-        """Without ``head`` there are hidden states only. With ``compiled`` torch.compile gets what lies between
-        attention calls; blocks must be made of torch's own operations then, without scratch memory. Mixtures of experts
-        depend on the data and stay as they are."""
+        """Without ``head`` there are hidden states only; ``native_head`` computes the same, if there is one.
+        ``scratch`` is what the blocks compute in. With ``compiled`` torch.compile gets what lies between attention
+        calls; blocks must be made of torch's own operations then, without scratch memory. Mixtures of experts depend on
+        the data and stay as they are."""
+        self._scratch = scratch
         self._spec, self._embedding, self._blocks = spec, embedding, blocks
-        self._norm, self._head, self._ops = norm, head, ops
+        self._norm, self._head, self._native_head, self._ops = norm, head, native_head, ops
         self._pieces = [(block.before, block.after) for block in blocks]
         if compiled:
             self._pieces = [
@@ -54,6 +59,14 @@ class Decoder:
         self, ids: Tensor, positions: Tensor, attend: Attend, wanted: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The residual stream behind the last layer ``[T, hidden_size]``, and behind each of the ``wanted`` layers."""
+        residual, delta, outputs = self.layers(ids, positions, attend, wanted)
+        return residual if delta is None else residual.add_(delta), outputs
+
+    def layers(
+        self, ids: Tensor, positions: Tensor, attend: Attend, wanted: Collection[int] = ()
+    ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+        """As :meth:`body`, before the last layer's output, if there is a layer, is added to the stream. It is lost with
+        the next step."""
         residual = self._embedding(ids)
         delta: Tensor | None = None
         outputs: dict[int, Tensor] = {}
@@ -66,18 +79,29 @@ class Decoder:
             delta = after(residual, attended.pop())
             if index in wanted:
                 outputs[index] = residual + delta
-        return residual if delta is None else residual.add_(delta), outputs
+        return residual, delta, outputs
 
-    def final_norm(self, residual: Tensor) -> Tensor:
-        """The hidden states that the head sees ``[n, hidden_size]``."""
-        return self._ops.rms_norm(residual, self._norm, self._spec.eps)
+    def final_norm(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
+        """The hidden states that the head sees ``[n, hidden_size]``; ``delta`` is added to ``residual`` first."""
+        if delta is None:
+            return self._ops.rms_norm(residual, self._norm, self._spec.eps)
+        return self._ops.add_rms_norm(delta, residual, self._norm, self._spec.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, vocab_size]`` of hidden states after the final norm."""
-        assert self._head is not None, "a model that classifies has no logits"
-        logits = self._head(hidden)
+        head = self._native_head or self._head
+        assert head is not None, "a model that classifies has no logits"
+        logits = head(hidden)
         cap = self._spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def release(self) -> None:
+        """Give back the memory that is kept for logits and for what layers compute in, between the parts of a long
+        step."""
+        if self._native_head is not None:
+            self._native_head.release()
+        if self._scratch is not None:
+            self._scratch.release()
 
     @property
     def capture_problem(self) -> str | None:

@@ -1,22 +1,25 @@
-"""Layers whose operations run one after the other in compiled code."""
+"""Layers and the head in compiled code, with as little of Python around it as there can be."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trivet_kernels.cpu.block import MAX_PARTS, BlockParts, NativeBlock
+import torch
+
+from trivet_kernels.cpu.block import MAX_PARTS, MULTIPLY, NO_GATE, BlockParts, NativeBlock, Product
 from trivet_kernels.cpu.ops import NativeOps
 from trivet_kernels.cpu.types import DTYPES
 from trivet_native.layers import SLICE, GatedMLP, split_heads
+from trivet_torch.allocator import Kept
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from trivet_kernels.ops import Ops
     from trivet_native.layers import BlockWeights, Scratch
     from trivet_native.spec import DecoderSpec
+    from trivet_torch.linear import Linear
 
 
 class Workspace:
@@ -65,6 +68,46 @@ class FusedBlock:
         assert attended.numel() == residual.shape[0] * self._size
         self._block.after(residual, attended, space.normed, space.projected, space.gated, space.delta_address)
         return space.delta
+
+
+class FusedHead:
+    """The output projection, called without detours, into memory that is kept over steps."""
+
+    def __init__(self, head: Linear, product: Product, dtype: torch.dtype, most: int) -> None:
+        """``most``: rows up to which their memory is kept; more come seldom, and take much."""
+        self._head, self._layer, self._outputs = head, product.layer, product.outputs
+        self._function, self._dtype, self._most = MULTIPLY(product.function), dtype, most
+        self._kept = Kept(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[n, hidden_size]``, dense, to ``[n, vocab_size]``."""
+        rows = x.shape[0]
+        if rows > self._most or x.dtype is not self._dtype:
+            return self._head(x)
+        out = self._kept.get(rows, self._outputs)
+        if self._function(
+            self._layer,
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            out.data_ptr(),
+            self._outputs,
+            NO_GATE,
+            DTYPES[self._dtype],
+            torch.get_num_threads(),
+        ):
+            raise MemoryError(f"no memory to work in for {rows} rows of logits")
+        return out
+
+    def release(self) -> None:
+        """Give the memory back, if nobody has logits in it."""
+        self._kept.release()
+
+
+def fused_head(head: Linear | None, ops: Ops, dtype: torch.dtype, most: int) -> FusedHead | None:
+    """The output projection in compiled code, None where that cannot compute it."""
+    products = () if head is None or not isinstance(ops, NativeOps) or dtype not in DTYPES else head.products
+    return None if head is None or len(products) != 1 else FusedHead(head, products[0], dtype, most)
 
 
 def fused_block(

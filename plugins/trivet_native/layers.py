@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from trivet_torch.allocator import Pages
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,27 +24,38 @@ class Scratch:
     """Memory for intermediate results, kept over layers and steps: one buffer per use, as long as the longest step
     needed. What is in it is lost with the next call for the same use."""
 
-    __slots__ = ("_buffers", "_device", "_dtype")
+    __slots__ = ("_buffers", "_device", "_dtype", "_pages")
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
         self._buffers: dict[str, Tensor] = {}
+        self._pages: dict[str, Pages] = {}
 
     def get(self, use: str, rows: int, columns: int) -> Tensor:
         """``[rows, columns]``, contiguous, with whatever was in it."""
         count = rows * columns
         buffer = self._buffers.get(use)
         if buffer is None or len(buffer) < count:
-            self._buffers[use] = buffer = torch.empty(count, dtype=self._dtype, device=self._device)
+            self._buffers[use] = buffer = self._new(use, count)
         return buffer[:count].view(rows, columns)
 
     def reserve(self, use: str, rows: int, columns: int) -> None:
-        """Take the memory for ``[rows, columns]``, the largest that is expected, before the first step: later the
-        buffer would lie among the steps' other tensors, and keep the allocator from joining what they leave free. The
-        system hands the pages out when they are first written."""
+        """Take the memory for ``[rows, columns]``, the largest that is expected, before the first step; on
+        a CPU the system hands the pages out when they are first written."""
         buffer = self._buffers.get(use)
         if buffer is None or len(buffer) < rows * columns:
-            self._buffers[use] = torch.empty(rows * columns, dtype=self._dtype, device=self._device)
+            self._buffers[use] = self._new(use, rows * columns)
+
+    def _new(self, use: str, count: int) -> Tensor:
+        if self._device.type != "cpu":
+            return torch.empty(count, dtype=self._dtype, device=self._device)
+        self._pages[use] = pages = Pages(count * self._dtype.itemsize)
+        return pages.bytes.view(self._dtype)
+
+    def release(self) -> None:
+        """Give back, on a CPU, the memory in which results of a long step lie, and lose them."""
+        for pages in self._pages.values():
+            pages.release()
 
     @property
     def num_bytes(self) -> int:

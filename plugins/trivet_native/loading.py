@@ -56,11 +56,12 @@ class Loader:
         operations that a compiler can look into."""
         self._weights, self._spec, self._dtype, self._device = weights, spec, dtype, device
         self._quantization, self._ops, self._tables, self._plain = quantization, ops, tables, plain
+        #: what layers compute in, where that is kept
         # On accelerators torch keeps freed memory at hand, and what a recorded step (CUDA graph) takes has to stay.
-        self._scratch = Scratch(dtype, device) if device.type == "cpu" and not plain else None
-        if self._scratch is not None:
-            self._reserve(self._scratch, max_tokens)
-        self._workspace = None if self._scratch is None else Workspace(self._scratch, spec)
+        self.scratch = Scratch(dtype, device) if device.type == "cpu" and not plain else None
+        if self.scratch is not None:
+            self._reserve(self.scratch, max_tokens)
+        self._workspace = None if self.scratch is None else Workspace(self.scratch, spec)
         self._embedding: DeviceEmbedding | None = None
         self._gate: Callable[[Tensor, Tensor | None], Tensor] = gate_with(spec.activation, ops)
 
@@ -119,7 +120,7 @@ class Loader:
         native = None
         if self._workspace is not None:
             native = fused_block(spec, weights, table, self._ops, self._dtype, self._workspace)
-        return Block(spec, weights, table, self._ops, self._scratch, sliced=is_sliced, native=native)
+        return Block(spec, weights, table, self._ops, self.scratch, sliced=is_sliced, native=native)
 
     def finish(self) -> None:
         """Say so if the file has more than the model takes."""
@@ -165,7 +166,7 @@ class Loader:
             self._linear(names, _shares([size, size], len(names)), hidden, bias=bias),
             self._linear([f"{path}.{down}"], [hidden], size, bias=bias),
             gate or self._gate,
-            self._scratch,
+            self.scratch,
             fused=None if gate is not None or self._plain else self._spec.activation,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,7 @@ from trivet_kernels.transfer import to_device
 from trivet_native.decoder import Decoder
 from trivet_native.families import make_spec
 from trivet_native.fields import FAMILIES
+from trivet_native.fused import fused_head
 from trivet_native.loading import Loader
 from trivet_native.planning import plan_decoder
 from trivet_native.rope import rope_table
@@ -32,13 +34,19 @@ from trivet_torch.weights.safetensors_dir import has_weights
 from trivet_torch.weights.stored import open_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trivet.context import WorkerContext
     from trivet.plan import Int32, NewRequest
-    from trivet.roles import Attention, AttentionExtras, AttentionMetadata, KVLayout
+    from trivet.roles import Attention, AttentionMetadata, KVLayout
     from trivet_kernels.ops import Ops
     from trivet_native.options import NativeOptions
     from trivet_native.spec import DecoderSpec, LayerSpec
     from trivet_torch.weights.stored import StoredWeights
+
+
+#: logits rows up to which it is worth a look whether they are all rows
+_FEW = 256
 
 
 class NativeModel(Model):
@@ -135,13 +143,17 @@ class NativeModel(Model):
             max_tokens=self._context.max_num_batched_tokens,
             plain=compiled,
         )
+        embedding, blocks = loader.embedding(), [loader.block(index) for index in range(len(spec.layers))]
+        norm, head = loader.final_norm(), None if self._classifies else loader.head()
         decoder = Decoder(
             spec,
-            loader.embedding(),
-            [loader.block(index) for index in range(len(spec.layers))],
-            loader.final_norm(),
-            None if self._classifies else loader.head(),
+            embedding,
+            blocks,
+            norm,
+            head,
             ops,
+            native_head=fused_head(head, ops, self._dtype, self._context.max_num_seqs),
+            scratch=loader.scratch,
             compiled=compiled,
         )
         if self._classifies:
@@ -196,7 +208,20 @@ class NativeModel(Model):
         self._groups = [groups[index] for index in range(len(self._layers))]
         # Wider types hold keys and values as they are.
         narrow = {spec.layer for spec in layout.specs if spec.dtype.startswith("fp8")}
-        self._extras = [scale if layer in narrow else None for layer, scale in enumerate(self._scales)]
+        extras = [scale if layer in narrow else None for layer, scale in enumerate(self._scales)]
+        #: what of every layer's call is the same in all steps
+        self._calls: list[Callable[..., Any]] = [
+            functools.partial(
+                attention.forward,
+                index,
+                scale=self._spec.scale,
+                window=layer.window,
+                softcap=self._spec.softcap,
+                sinks=sinks,
+                extras=extra,
+            )
+            for index, (layer, sinks, extra) in enumerate(zip(self._layers, self._decoder.sinks, extras, strict=True))
+        ]
 
     @property
     def weight_bytes(self) -> int:
@@ -225,38 +250,43 @@ class NativeModel(Model):
             return chosen
         return chosen.float() @ self._score.t()
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if torch.is_inference_mode_enabled():  # a runner's, already
+            return self._forward(batch)
+        with torch.inference_mode():
+            return self._forward(batch)
+
+    def _forward(self, batch: ForwardBatch) -> ForwardOutput:
         if batch.multimodal or (batch.adapters is not None and (batch.adapters >= 0).any()):
             raise ValueError("the native model serves neither multimodal inputs nor adapters")
         for meta in batch.attention:
             self._attention.prepare(meta)
-        metas = [batch.attention[group] for group in self._groups]
-        attend = _Attend(
-            self._attention,
-            metas,
-            self._layers,
-            self._spec.scale,
-            self._spec.softcap,
-            self._decoder.sinks,
-            self._extras,
-        )
-        residual, outputs = self._decoder.body(batch.input_ids, batch.positions, attend, batch.hidden_layers)
-        rows = batch.logits_indices
-        hidden = None
-        if batch.wants_hidden:
-            hidden = self._decoder.final_norm(residual)
-            chosen = hidden[rows]
-        elif len(rows):
-            chosen = self._decoder.final_norm(residual[rows])
-        device, num_tokens = residual.device, len(residual)
-        del residual
-        if device.type == "cpu":  # logits of many rows take as much as everything before them
+        attend = _Attend(self._calls, [batch.attention[group] for group in self._groups])
+        decoder, rows = self._decoder, batch.logits_indices
+        is_long = len(batch.input_ids) >= Trimmer.MANY_TOKENS
+        if is_long:
+            decoder.release()
+        residual, delta, outputs = decoder.layers(batch.input_ids, batch.positions, attend, batch.hidden_layers)
+        device, num_tokens = residual.device, residual.shape[0]
+        hidden = chosen = None
+        if _are_all(rows, num_tokens) and not batch.wants_hidden:
+            chosen = decoder.final_norm(residual, delta)
+        else:
+            if delta is not None:
+                residual.add_(delta)
+            if batch.wants_hidden:
+                hidden = decoder.final_norm(residual)
+                chosen = hidden[rows]
+            elif len(rows):
+                chosen = decoder.final_norm(residual[rows])
+        del residual, delta
+        if is_long and device.type == "cpu":  # logits of many rows take as much as everything before them
+            decoder.release()
             self._trimmer.within(num_tokens)
         if self._score is not None:  # there is nothing to sample from
             return ForwardOutput(None, hidden, outputs)
-        if len(rows):
-            logits = self._decoder.logits(chosen)
+        if chosen is not None and len(chosen):
+            logits = decoder.logits(chosen)
         else:
             logits = torch.empty(0, self._spec.vocab_size, dtype=self._dtype, device=device)
         return ForwardOutput(logits, hidden, outputs)
@@ -267,36 +297,20 @@ class NativeModel(Model):
 
 
 class _Attend:
-    """The attention calls of one forward pass."""
+    """The attention calls of one forward pass: of each layer the function, and what it takes of the step."""
 
-    __slots__ = ("_attention", "_extras", "_layers", "_metas", "_scale", "_sinks", "_softcap")
+    __slots__ = ("_calls", "_metas")
 
-    def __init__(
-        self,
-        attention: Attention,
-        metas: list[AttentionMetadata],
-        layers: list[LayerSpec],
-        scale: float,
-        softcap: float | None,
-        sinks: list[torch.Tensor | None],
-        extras: list[AttentionExtras | None],
-    ) -> None:
-        self._attention, self._metas, self._layers = attention, metas, layers
-        self._scale, self._softcap, self._sinks, self._extras = scale, softcap, sinks, extras
+    def __init__(self, calls: list[Callable[..., Any]], metas: list[AttentionMetadata]) -> None:
+        self._calls, self._metas = calls, metas
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        return self._attention.forward(
-            layer,
-            query,
-            key,
-            value,
-            self._metas[layer],
-            scale=self._scale,
-            window=self._layers[layer].window,
-            softcap=self._softcap,
-            sinks=self._sinks[layer],
-            extras=self._extras[layer],
-        )
+        return self._calls[layer](query, key, value, self._metas[layer])
+
+
+def _are_all(rows: torch.Tensor, count: int) -> bool:
+    """Whether ``rows`` are 0 to ``count - 1``, in order, as where every request decodes; no device is asked."""
+    return rows.is_cpu and rows.shape[0] == count <= _FEW and rows.tolist() == list(range(count))
 
 
 def _classifies(weights: StoredWeights, spec: DecoderSpec) -> bool:

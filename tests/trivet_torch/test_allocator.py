@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trivet_torch import allocator
 from trivet_torch.allocator import (
+    Kept,
+    Pages,
     Trimmer,
     libraries_code,
     release_code,
@@ -117,7 +121,7 @@ def test_only_unchanged_mappings_of_libraries_are_released() -> None:
     assert unchanged_libraries("\n".join(details)) == [(0x1000, 0x3000), (0x3000, 0x4000)]
 
 
-def test_memory_is_trimmed_after_long_steps_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_trimmed_before_and_within_long_steps_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[None] = []
     monkeypatch.setattr(allocator, "trim", lambda: trims.append(None))
     monkeypatch.setattr(allocator, "release_code", lambda: None)
@@ -125,7 +129,7 @@ def test_memory_is_trimmed_after_long_steps_and_now_and_then(monkeypatch: pytest
 
     def trims_after(*steps: int) -> int:
         for num_tokens in steps:
-            trimmer.stepped(num_tokens)
+            trimmer.begins(num_tokens)
         return len(trims)
 
     assert trims_after(*[1] * (Trimmer.EVERY - 1)) == 0
@@ -133,3 +137,40 @@ def test_memory_is_trimmed_after_long_steps_and_now_and_then(monkeypatch: pytest
     assert trims_after(*[Trimmer.MANY_TOKENS - 1] * (Trimmer.EVERY - 1)) == 1
     assert trims_after(1) == 2
     assert trims_after(1) == 2
+    trimmer.within(Trimmer.MANY_TOKENS - 1)
+    assert len(trims) == 2
+    trimmer.within(Trimmer.MANY_TOKENS)
+    assert len(trims) == 3
+
+
+def test_kept_memory_is_used_again_once_its_result_is_gone() -> None:
+    kept = Kept(torch.bfloat16)
+    first = kept.get(3, 5)
+    assert (first.shape, first.dtype, first.is_contiguous()) == ((3, 5), torch.bfloat16, True)
+    address = first.data_ptr()
+    del first
+    again = kept.get(5, 3)
+    assert again.data_ptr() == address
+    part = again[4:].fill_(2.0)
+    del again
+    other = kept.get(5, 3).fill_(7.0)  # a view is left of the one before
+    assert part.tolist() == [[2.0] * 3]
+    kept.release()  # nothing is lost with it
+    assert kept.get(5, 3).fill_(1.0).data_ptr() not in (other.data_ptr(), address)
+    assert (part.sum().item(), other.sum().item()) == (6.0, 105.0)
+    assert kept.get(0, 5).shape == (0, 5)
+
+
+@pytest.mark.skipif(not GLIBC, reason="memory is given back on Linux")
+def test_released_pages_leave_the_process() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    pages = Pages(32 << 20)
+    before = resident()
+    pages.bytes.fill_(1)
+    assert resident() - before > 30 << 20
+    pages.release()
+    assert resident() - before < 2 << 20
+    assert int(pages.bytes.max()) == 0
+    assert Pages(0).bytes.shape == (0,)

@@ -122,3 +122,34 @@ def test_float32_without_quantization_is_left_to_the_library(tmp_path: Path) -> 
     model: Any = make_native(save(make_model("llama", intermediate_size=96), tmp_path))
     model.load()
     assert not has_native_layers(model)
+
+
+@pytest.mark.skipif(build.library() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=needs_tiles), "int8", "int4"])
+def test_the_head_gives_the_same_logits_in_compiled_code(kind: str, tmp_path: Path) -> None:
+    name = save(make_model("gemma2", intermediate_size=96), tmp_path)
+    context: Any = SimpleNamespace(device="cpu", config=SimpleNamespace(dtype="bfloat16", model="fake", revision=None))
+    quantization = {"none": None, "int8": Int8(context, Int8Options()), "int4": Int4(context, Int4Options())}[kind]
+    decoder = load(name, **({} if quantization is None else {"quantization": quantization}))._decoder
+    native, decoder._native_head = decoder._native_head, None
+    assert native is not None
+    most = native._most
+    for rows in (1, 3, most, most + 1):
+        hidden = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        decoder._native_head = None
+        expected = decoder.logits(hidden)
+        decoder._native_head = native
+        first = decoder.logits(hidden)
+        assert torch.equal(first, expected)
+        # Whoever keeps logits keeps their numbers.
+        decoder.logits(torch.zeros_like(hidden))
+        decoder.release()
+        assert torch.equal(first, expected)
+
+
+def test_the_last_sum_and_its_norm_are_the_same_in_one_go(tmp_path: Path) -> None:
+    decoder = load(save(make_model("llama"), tmp_path))._decoder
+    generator = torch.Generator().manual_seed(3)
+    residual, delta = (torch.randn(7, 32, generator=generator).bfloat16() for _ in range(2))
+    expected = decoder.final_norm(residual + delta)
+    assert torch.equal(decoder.final_norm(residual, delta), expected)
