@@ -43,9 +43,13 @@ class Embedding(ABC):
         """Bytes of memory that the matrix takes."""
 
 
+#: bytes of rows of recent tokens that are kept: reading one takes longer than everything else that is done with it
+_RECENT_BYTES = 2 << 20
+
+
 class FileEmbedding(Embedding):
-    """Reads and converts the rows it needs from the file, on the CPU; the matrix takes no memory of its own. The
-    system's cache of files holds it as long as there is room."""
+    """Reads and converts the rows it needs from the file, on the CPU; of the matrix only some rows of recent tokens
+    take memory. The system's cache of files holds it as long as there is room."""
 
     def __init__(self, weights: StoredWeights, name: str, *, dtype: torch.dtype, scale: float = 1.0) -> None:
         """Look up the tensor ``name`` of ``weights``, which must stay open. Raises
@@ -55,9 +59,39 @@ class FileEmbedding(Embedding):
         self._name = name
         self._dtype = dtype
         weights.rows(name, torch.zeros(1, dtype=torch.int64), dtype)  # a type that cannot be read shows now
+        count = min(self.num_embeddings, _RECENT_BYTES // (self.hidden_size * dtype.itemsize))
+        self._recent = torch.empty(count, self.hidden_size, dtype=dtype)
+        #: where a token's row is among the recent ones; the one that was not wanted for longest comes first
+        self._places: dict[int, int] = {}
 
     def _rows(self, ids: Tensor) -> Tensor:
-        return self._weights.rows(self._name, ids, self._dtype)
+        wanted = ids.tolist()
+        places = self._places
+        if 2 * len(wanted) > len(self._recent):
+            # A long prompt would take the place of all others; a token that it has twice is read once.
+            order = {token: index for index, token in enumerate(dict.fromkeys(wanted))}
+            rows = self._read(list(order))
+            return rows if len(order) == len(wanted) else rows[torch.tensor([order[token] for token in wanted])]
+        missing: dict[int, None] = {}
+        for token in wanted:
+            place = places.pop(token, None)
+            if place is None:
+                missing[token] = None
+            else:
+                places[token] = place
+        if missing:  # at most half of the places, so none that is wanted now
+            self._keep(list(missing))
+        return self._recent.index_select(0, torch.tensor([places[token] for token in wanted], dtype=torch.int64))
+
+    def _keep(self, tokens: list[int]) -> None:
+        rows, places = self._read(tokens), self._places
+        for token, row in zip(tokens, rows, strict=True):
+            place = len(places) if len(places) < len(self._recent) else places.pop(next(iter(places)))
+            self._recent[place] = row
+            places[token] = place
+
+    def _read(self, tokens: list[int]) -> Tensor:
+        return self._weights.rows(self._name, torch.tensor(tokens, dtype=torch.int64), self._dtype)
 
     @property
     def weight_bytes(self) -> int:

@@ -111,3 +111,30 @@ def test_rows_that_are_not_there_are_refused(location: Path) -> None:
     for ids in ([0, 96], [-1]):
         with pytest.raises(IndexError, match="rows must be in \\[0, 96\\)"):
             embedding(torch.tensor(ids))
+
+
+def test_rows_of_recent_tokens_are_not_read_again(location: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivet_torch.embedding._RECENT_BYTES", 8 * 64 * 4)  # of eight tokens
+    weights = open_weights(location)
+    matrix = weights.tensor(NAME, torch.float32)
+    embedding = FileEmbedding(weights, NAME, dtype=torch.float32)
+    read: list[int] = []
+    rows = weights.rows
+    monkeypatch.setattr(
+        weights, "rows", lambda name, ids, dtype: (read.extend(ids.tolist()), rows(name, ids, dtype))[1]
+    )
+
+    def reads(*tokens: int) -> list[int]:
+        read.clear()
+        assert torch.equal(embedding(torch.tensor(tokens)), matrix[list(tokens)])
+        return read[:]
+
+    assert reads(5, 5, 7) == [5, 7]
+    assert reads(7, 5) == []
+    assert reads(0, 1, 2, 3) == [0, 1, 2, 3]
+    assert reads(4, 6, 5) == [4, 6]  # as many as there is room for
+    assert reads(8) == [8]  # in the place of 7, which was wanted before 5
+    assert reads(0, 9, 7) == [9, 7]
+    assert reads(8, 9, 7, 0) == []
+    assert reads(3, 3, 40, 41, 42) == [3, 40, 41, 42]  # a long prompt, of which nothing is kept
+    assert reads(5, 41) == [41]

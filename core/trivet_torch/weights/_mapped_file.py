@@ -56,13 +56,13 @@ class MappedFile:
             raise IndexError(f"rows must be in [0, {num_rows}), not {min(wanted)} to {max(wanted)}")
         if not hasattr(os, "preadv"):
             return self.bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes).index_select(0, indices)
-        found = torch.empty(len(wanted), row_bytes, dtype=torch.uint8)
-        buffer = memoryview(found.view(-1).numpy().data)
+        found = np.empty((len(wanted), row_bytes), np.uint8)
+        buffer = memoryview(found.reshape(-1).data)
         for index, row in enumerate(wanted):
             part = buffer[index * row_bytes : (index + 1) * row_bytes]
-            if os.preadv(self._descriptor, [part], start + row * row_bytes) != row_bytes:
+            if os.preadv(self._descriptor, (part,), start + row * row_bytes) != row_bytes:
                 raise ModelLoadError(f"{self._path}: the file has become shorter while it is in use; restore it")
-        return found
+        return torch.from_numpy(found)
 
 
 def as_tensor(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Tensor:
