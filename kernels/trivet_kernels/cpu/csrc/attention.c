@@ -209,8 +209,9 @@ int64_t trivet_attention(const trivet_attention_step *step, const trivet_attenti
         if (!scratch) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < num_tokens; token++) {
-            write_token(&layer->key, layer->block_size, heads, item, &inputs->key, token, step->slot_mapping[token]);
-            write_token(&layer->value, layer->block_size, heads, item, &inputs->value, token, step->slot_mapping[token]);
+            const int64_t slot = step->slot_mapping[token];
+            write_token(&layer->key, layer->block_size, heads, item, &inputs->key, token, slot);
+            write_token(&layer->value, layer->block_size, heads, item, &inputs->value, token, slot);
         }
         /* The next task is taken before this one is computed, so that what is fetched is what will be read. */
         int64_t i = scratch ? __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED) : work.num_tasks;

@@ -281,26 +281,41 @@ ALWAYS_INLINE void NAME(soften)(const int nv, int masked, int from, int to, cons
 
 #endif
 
-ALWAYS_INLINE void NAME(block)(const int nv, const block_t *block, float *state) {
+#if PAIRS
+
+/* Weights of the block's keys from its scores; those of pairs `first` … `last` - 1 are to be multiplied with values.
+ * For the rest see NAME(soften). */
+ALWAYS_INLINE int NAME(rate)(const int nv, const block_t *block, VF *scores, NAME(elements) *weights, VF *most,
+                             VF *total, VF *decay, int *first, int *last) {
     const group_t *group = block->group;
     const trivet_attention_scores *how = block->how;
     const int from = block->from, to = block->to;
-    VF *scores = (VF *)block->scratch->scores;
-    NAME(elements) *weights = (NAME(elements) *)block->scratch->weights;
-    VF *out = (VF *)state, *most = out + padded_sums(block->layer->value.dim) * nv, *total = most + nv, decay[2];
     const int masked = block->keys->first + from < group->all_low || block->keys->first + to > group->all_high;
-    NAME(score)(nv, block, scores);
-#if PAIRS
     /* Scores are scaled on their way to weights, and maxima with them, where nothing comes in between. */
     const float scale = how->scale * LOG2E;
     const int plain = how->softcap == 0.0f && !how->slopes && scale > 0.0f;
-    const int first = HAS_TILES ? from / TILE_INPUTS * TILE_PAIRS : from / 2;
-    const int last = HAS_TILES ? (to + TILE_INPUTS - 1) / TILE_INPUTS * TILE_PAIRS : (to + 1) / 2;
+    *first = HAS_TILES ? from / TILE_INPUTS * TILE_PAIRS : from / 2;
+    *last = HAS_TILES ? (to + TILE_INPUTS - 1) / TILE_INPUTS * TILE_PAIRS : (to + 1) / 2;
     if (masked || !plain) NAME(adjust)(nv, block, masked, plain ? 1.0f : scale, scores);
-    const int changed =
-        NAME(soften)(nv, block, first, last, plain ? scale : 1.0f, scores, weights, most, total, decay);
+    return NAME(soften)(nv, block, *first, *last, plain ? scale : 1.0f, scores, weights, most, total, decay);
+}
+
+#endif
+
+ALWAYS_INLINE void NAME(block)(const int nv, const block_t *block, float *state) {
+    VF *scores = (VF *)block->scratch->scores;
+    NAME(elements) *weights = (NAME(elements) *)block->scratch->weights;
+    VF *out = (VF *)state, *most = out + padded_sums(block->layer->value.dim) * nv, *total = most + nv, decay[2];
+    NAME(score)(nv, block, scores);
+#if PAIRS
+    int first, last;
+    const int changed = NAME(rate)(nv, block, scores, weights, most, total, decay, &first, &last);
     NAME(weigh)(nv, block, first, last, changed, decay, weights, out);
 #else
+    const group_t *group = block->group;
+    const trivet_attention_scores *how = block->how;
+    const int from = block->from, to = block->to;
+    const int masked = block->keys->first + from < group->all_low || block->keys->first + to > group->all_high;
     if (masked || how->softcap != 0.0f || how->slopes) NAME(adjust)(nv, block, masked, 1.0f, scores);
     if (masked)
         NAME(soften)(nv, 1, from, to, scores, weights, most, total, decay);

@@ -91,9 +91,9 @@ static void gather_values(const block_t *block, int first) {
     }
 }
 
-/* Of a head, in bfloat16, with keys of the block ahead fetched in the meantime. For the products of one group keys stay
- * where they are, if tiles of them can be loaded from there: what lies beside the wanted ones does no harm. */
-static void gather_bf16(const block_t *block, scratch_t *scratch, int once) {
+/* Of a head, in bfloat16. For the products of one group keys stay where they are, if tiles of them can be loaded from
+ * there: what lies beside the wanted ones does no harm. `few`: values are those that attention_few.h multiplies. */
+static void gather_bf16(const block_t *block, scratch_t *scratch, int once, int few) {
     const trivet_attention_layer *layer = block->layer;
     const keys_t *keys = block->keys;
     const int64_t dim = layer->key.dim, padded = num_steps(1, dim) * 4, offset = block->group->head * layer->key.head;
@@ -107,9 +107,12 @@ static void gather_bf16(const block_t *block, scratch_t *scratch, int once) {
         copy(key, keys->key[n] + offset, dim * 2);
         if (dim * 2 < padded) memset(key + dim * 2, 0, (size_t)(padded - dim * 2));
     }
+    if (few) {
+        gather_few(block);
+        return;
+    }
     for (int first = 0; first < BLOCK; first += TILE_INPUTS)
-        if (first < keys->to && first + TILE_INPUTS > keys->from)
-            gather_values(block, first);
+        if (first < keys->to && first + TILE_INPUTS > keys->from) gather_values(block, first);
 }
 
 #elif HAS_PAIRS
@@ -130,7 +133,7 @@ ALWAYS_INLINE void interleave(const bf16_t *even, const bf16_t *odd, int64_t siz
 }
 
 /* Of a head, in bfloat16. */
-static void gather_bf16(const block_t *block, scratch_t *scratch, int once) {
+static void gather_bf16(const block_t *block, scratch_t *scratch, int once, int few) {
     const trivet_attention_layer *layer = block->layer;
     const keys_t *keys = block->keys;
     const int64_t head = block->group->head, dim = layer->key.dim, v_dim = layer->value.dim, steps = (dim + 1) / 2;
@@ -156,7 +159,7 @@ static void gather_bf16(const block_t *block, scratch_t *scratch, int once) {
 #else
 
 /* Of a head, from bfloat16. */
-static void gather_bf16(const block_t *block, scratch_t *scratch, int once) {
+static void gather_bf16(const block_t *block, scratch_t *scratch, int once, int few) {
     const trivet_attention_layer *layer = block->layer;
     const keys_t *keys = block->keys;
     const int64_t head = block->group->head, dim = layer->key.dim, v_dim = layer->value.dim;

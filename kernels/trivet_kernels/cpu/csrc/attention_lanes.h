@@ -2,36 +2,6 @@
 
 #if HAS_PAIRS
 
-/* Rows to columns, of 16 x 16 pairs. */
-ALWAYS_INLINE void turn(__m512i *a) {
-    __m512i b[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const __m512i even_up = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-        const __m512i odd_up = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-        const __m512i even_low = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-        const __m512i odd_low = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-        b[i] = _mm512_shuffle_i32x4(even_up, even_low, 0x88);
-        b[i + 4] = _mm512_shuffle_i32x4(odd_up, odd_low, 0x88);
-        b[i + 8] = _mm512_shuffle_i32x4(even_up, even_low, 0xdd);
-        b[i + 12] = _mm512_shuffle_i32x4(odd_up, odd_low, 0xdd);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) a[i] = b[i];
-}
-
 /* Which of 32 numbers from `first` on there are, of `size`. */
 static inline __mmask32 which(int64_t first, int64_t size) {
     if (first >= size) return 0;
@@ -151,6 +121,12 @@ static void load_queries(const call_t *call, const plan_t *plan, const unit_t *u
 static void store_lanes(const call_t *call, const group_t *group, const float *sums, const float *factors,
                         char *const *to) {
     const int64_t v_dim = call->layer->value.dim;
+#if HAS_TILES
+    if (are_few(call, group->kind)) {
+        store_few(sums, factors, group->count, v_dim, to);
+        return;
+    }
+#endif
 #if HAS_PAIRS
     if (in_pairs(call)) {
         store_pairs(sums, factors, group->lanes, v_dim, to);

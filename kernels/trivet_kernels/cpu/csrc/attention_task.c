@@ -34,16 +34,16 @@ typedef struct {
     float *state[2];   /* sums over partitions */
     float *keys;       /* [BLOCK][dim], or [BLOCK][num_steps] of pairs of bfloat16 */
     float *values;     /* [BLOCK][v_dim], or pairs of keys' bfloat16 [BLOCK / 2][v_dim], for tiles [v_dim][BLOCK / 2] */
-    /* With tiles, where those of keys begin and the bytes between rows, the lanes that they are shaped for, 0 if for
-     * none, and the processor's modes before. */
+    /* With tiles, where those of keys begin and the bytes between rows, the lanes that they are shaped for or
+     * SHAPE_FEW, 0 if for none, and the processor's modes before. */
     const char *key_rows[BLOCK / 16];
     int64_t key_stride;
-    int lanes;
+    int shape;
     unsigned modes;
 } scratch_t;
 
-/* The keys and values of the block to come, for all the unit's heads if those lie side by side, and how much of them was
- * fetched: `at` bytes of those of key `next`. */
+/* The keys and values of the block to come, for all the unit's heads if those lie side by side, and how much of them
+ * was fetched: `at` bytes of those of key `next`. */
 typedef struct {
     const keys_t *keys;
     int64_t next, at;
@@ -65,6 +65,7 @@ typedef struct {
 typedef void block_function(const block_t *, float *state);
 typedef void merge_function(int64_t v_dim, float *state, const float *part);
 
+/* What is to be fetched of `keys`, for the heads of a unit. */
 static ahead_t start_ahead(const call_t *call, const unit_t *unit, const keys_t *keys) {
     const trivet_attention_cache *key = &call->layer->key, *value = &call->layer->value;
     const int64_t item = call->layer->dtype == TRIVET_BF16 ? 2 : 4, first = unit->groups[0].head;
@@ -135,14 +136,15 @@ static inline int64_t num_steps(int pairs, int64_t dim) {
 #define HAS_PAIRS 0
 #endif
 
+/* Kinds of groups: of half a vector (where there is one), one, two. */
+enum { HALF, ONE, TWO };
+
 /* Whether products are of pairs of bfloat16. */
 static inline int in_pairs(const call_t *call) { return HAS_PAIRS && call->layer->dtype == TRIVET_BF16; }
 
+#include "attention_few.h"
 #include "attention_gather.h"
 #include "attention_lanes.h"
-
-/* By kind: half a vector (where there is one), one, two. */
-enum { HALF, ONE, TWO };
 
 static block_function *const block_single[] = {
 #if FULL == 16
@@ -159,6 +161,11 @@ static merge_function *const merges[] = {
     NULL,
 #endif
     single_full_merge_1, single_full_merge_2};
+
+#if HAS_TILES
+static block_function *const block_few[] = {few_block};
+static merge_function *const merge_few[] = {few_merge};
+#endif
 
 #if HAS_PAIRS
 static block_function *const block_pairs[] = {pair_half_block_1, pair_full_block_1, pair_full_block_2};
@@ -226,7 +233,7 @@ void trivet_attention_end(void *memory) {
     const scratch_t *scratch = memory;
     (void)scratch;
 #if HAS_TILES
-    if (scratch->lanes) _tile_release();
+    if (scratch->shape) _tile_release();
 #endif
 #if HAS_PAIRS
     _mm_setcsr(scratch->modes);
@@ -286,9 +293,13 @@ static void find_first_keys(const call_t *call, const plan_t *plan, const task_t
 static void attend_part(const call_t *call, const unit_t *unit, scratch_t *scratch, int64_t part,
                         const keys_t *next, float *state) {
     const int64_t v_dim = call->layer->value.dim;
+    const int few = are_few(call, unit->groups[0].kind);
     block_function *const *blocks = block_single;
 #if HAS_PAIRS
     if (in_pairs(call)) blocks = block_pairs;
+#endif
+#if HAS_TILES
+    if (few) blocks = block_few;
 #endif
     for (int g = 0; g < unit->num_groups; g++) {
         const group_t *group = &unit->groups[g];
@@ -320,7 +331,7 @@ static void attend_part(const call_t *call, const unit_t *unit, scratch_t *scrat
                                    .to = end < keys->to ? end : keys->to};
             const int once = fresh && (g + 1 == unit->num_groups || group[1].head != group->head);
             if (fresh && call->layer->dtype == TRIVET_BF16)
-                gather_bf16(&block, scratch, once);
+                gather_bf16(&block, scratch, once, few);
             else if (fresh)
                 gather_floats(&block, scratch);
             if (block.from < block.to) blocks[group->kind](&block, state + STATE_SIZE(group->offset, v_dim));
@@ -331,11 +342,16 @@ static void attend_part(const call_t *call, const unit_t *unit, scratch_t *scrat
     }
 }
 
-static void merge_parts(const unit_t *unit, int64_t v_dim, float *state, const float *part) {
+static void merge_parts(const call_t *call, const unit_t *unit, float *state, const float *part) {
+    const int64_t v_dim = call->layer->value.dim;
+    merge_function *const *merge = merges;
+#if HAS_TILES
+    if (are_few(call, unit->groups[0].kind)) merge = merge_few;
+#endif
     for (int g = 0; g < unit->num_groups; g++) {
         const group_t *group = &unit->groups[g];
         const int64_t offset = STATE_SIZE(group->offset, v_dim);
-        merges[group->kind](v_dim, state + offset, part + offset);
+        merge[group->kind](v_dim, state + offset, part + offset);
     }
 }
 
@@ -348,8 +364,14 @@ void trivet_attention_task(const call_t *call, plan_t *plans, const task_t *task
     keys_t next_keys = {0};
     make_unit(call, plan, &unit);
 #if HAS_TILES
-    const int lanes = unit.groups[0].kind == HALF ? 8 : FULL;
-    if (in_pairs(call) && scratch->lanes != lanes) shape_tiles(scratch->lanes = lanes);
+    const int shape = are_few(call, unit.groups[0].kind) ? SHAPE_FEW : unit.groups[0].kind == HALF ? 8 : FULL;
+    if (in_pairs(call) && scratch->shape != shape) {
+        scratch->shape = shape;
+        if (shape == SHAPE_FEW)
+            shape_few();
+        else
+            shape_tiles(shape);
+    }
 #endif
     load_queries(call, plan, &unit, scratch);
     if (next) {
@@ -363,12 +385,12 @@ void trivet_attention_task(const call_t *call, plan_t *plans, const task_t *task
         const int32_t part = task->part + i;
         float *state = shared ? shared + (part - plan->first_part) * size : scratch->state[i > 0];
         attend_part(call, &unit, scratch, part, &next_keys, state);
-        if (!shared && i) merge_parts(&unit, v_dim, scratch->state[0], scratch->state[1]);
+        if (!shared && i) merge_parts(call, &unit, scratch->state[0], scratch->state[1]);
     }
     if (!shared) {
         store(call, plan, &unit, scratch->state[0]);
     } else if (!__atomic_sub_fetch(&plan->left, 1, __ATOMIC_ACQ_REL)) {
-        for (int32_t i = 1; i < plan->num_parts; i++) merge_parts(&unit, v_dim, shared, shared + i * size);
+        for (int32_t i = 1; i < plan->num_parts; i++) merge_parts(call, &unit, shared, shared + i * size);
         store(call, plan, &unit, shared);
     }
 }
