@@ -78,7 +78,7 @@ class PersistentBatch:
         """Row ``i`` of ``tokens`` becomes known from position ``starts[i]`` of ``slots[i]`` on, and its last tokens."""
         lengths = tokens.lengths
         _, columns = spans(starts, lengths)
-        self.tokens[np.repeat(slots, lengths), columns] = tokens.values
+        self.tokens[slots if columns is starts else np.repeat(slots, lengths), columns] = tokens.values
         self.lengths[slots] = starts + lengths
 
     def locations(self, group: int, slots: Int32, positions: Int64) -> Int64:

@@ -36,7 +36,7 @@ class Advanced:
 
     accepted: Ragged
     logprobs: list[RowLogprobs]
-    forced: list[Int32]  #: tokens that must follow
+    forced: list[Int32]  #: tokens that must follow; without rows where no request has a grammar
     errors: list[RequestFailure] = field(default_factory=list)
 
 
@@ -92,6 +92,8 @@ class GrammarPool:
 
     def poll(self, timeout: float = 0.0) -> None:
         """Take over what has been compiled, after waiting up to ``timeout`` seconds for the first of it."""
+        if not self._slots:
+            return
         open_entries = [entry for entry in self._slots.values() if entry.future is not None]
         if not open_entries:
             return
@@ -116,6 +118,8 @@ class GrammarPool:
 
         A draft that the grammar forbids leaves the rows behind it unmasked: verification never gets past it. The
         same holds for rows behind a draft that completes the output: :meth:`advance` cuts there."""
+        if not self._slots:
+            return None
         constrained = [(s, slot) for s, slot in enumerate(rows.slots.tolist()) if slot in self._slots]
         if not constrained:
             return None
@@ -138,6 +142,8 @@ class GrammarPool:
 
         Matchers also take the tokens that they force, which the caller appends to the known tokens.
         """
+        if not self._slots and not self._broken:
+            return Advanced(sampled.accepted, sampled.logprobs, [])
         count = len(rows.slots)
         out = Advanced(sampled.accepted, sampled.logprobs, [np.empty(0, np.int32)] * count)
         keep = sampled.accepted.lengths.copy()

@@ -48,13 +48,17 @@ class StepInputs:
     def sampling(self, batch: PersistentBatch, bitmask: Any = None) -> SampleRows:
         """What the sampler is told about the logits rows."""
         rows = self.sample_rows
-        row_slots = self.token_slots[self.logits_indices]
+        slots, row_slots, positions = self.slots, self.token_slots, self.positions
+        if len(rows) < len(slots):
+            slots = slots[rows]
+        if not len(rows) == len(self.logits_indices) == len(positions):  # else every token is a row that samples
+            row_slots, positions = row_slots[self.logits_indices], positions[self.logits_indices]
         drafts, parents = self.drafts, self.draft_parents
         return SampleRows(
             plan_rows=rows,
-            slots=self.slots[rows],
+            slots=slots,
             starts=self.sample_starts,
-            positions=(self.positions[self.logits_indices] + 1 - batch.num_prompt[row_slots]).astype(np.int32),
+            positions=(positions + 1 - batch.num_prompt[row_slots]).astype(np.int32),
             row_slots=row_slots,
             drafts=_select(drafts, rows),
             draft_parents=None if parents is None else _select(parents, rows),
@@ -80,11 +84,12 @@ def prepare_inputs(batch: PersistentBatch, plan: StepPlan, void: Bool) -> StepIn
     seq_lens = plan.num_computed + query_lens
     known = seq_lens - num_drafts
     query_start, places = spans(plan.num_computed, query_lens)
-    token_slots = np.repeat(slots, query_lens)
+    token_slots = slots if places is plan.num_computed else np.repeat(slots, query_lens)  # one token each
     drafts, parents = _write_drafts(batch, plan, known)
-    positions = places.astype(np.int64)
+    positions = wide = places.astype(np.int64)
     tree = None
     if parents is not None:
+        positions = wide.copy()
         tree, depths = _tree(parents, query_start)
         _, flat = spans(query_start[1:] - num_drafts, num_drafts)
         positions[flat] = np.repeat(known, num_drafts) - 1 + depths
@@ -95,7 +100,7 @@ def prepare_inputs(batch: PersistentBatch, plan: StepPlan, void: Bool) -> StepIn
         seq_lens=seq_lens,
         known=known,
         token_slots=token_slots,
-        places=places.astype(np.int64),
+        places=wide,
         input_ids=batch.tokens[token_slots, places].astype(np.int64),
         positions=positions,
         drafts=drafts,
@@ -166,7 +171,8 @@ def _choose_logits(inputs: StepInputs, plan: StepPlan, batch: PersistentBatch, v
     inputs.sample_starts, chosen = spans(inputs.query_start[1:][rows] - wanted, wanted)
     pieces = [chosen.astype(np.int64)]
     count = len(chosen)
-    for row in np.flatnonzero((plan.logits_rows == LogitsRows.PROMPT) & ~void).tolist():
+    prompts = plan.logits_rows == LogitsRows.PROMPT
+    for row in np.flatnonzero(prompts & ~void).tolist() if prompts.any() else ():
         slot, start = int(plan.slots[row]), int(plan.num_computed[row])
         # The logits at position p are about token p + 1; those of the last prompt token are the output's.
         number = min(int(plan.num_scheduled[row]), int(batch.num_prompt[slot]) - 1 - start)
@@ -175,4 +181,4 @@ def _choose_logits(inputs: StepInputs, plan: StepPlan, batch: PersistentBatch, v
             inputs.prompt_rows.append((slot, int(plan.epochs[row]), start + 1, count, number))
             pieces.append(np.arange(first, first + number, dtype=np.int64))
             count += number
-    inputs.logits_indices = np.concatenate(pieces)
+    inputs.logits_indices = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

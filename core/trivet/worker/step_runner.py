@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -155,7 +153,7 @@ class StepRunner(Runner):
         assert self._transfers is not None, "execute before load and allocate"
         assert self._grammars is not None
         self._context.plan_extensions, self._context.result_extensions = plan.extensions, {}
-        with _timed(timings, "apply"):
+        with _Timed(timings, "apply"):
             try:
                 invalid = self._apply(plan)
             except BaseException:
@@ -167,7 +165,7 @@ class StepRunner(Runner):
             self._wait_for_news()
             return self._report(result)
         void = self._void_rows(plan, invalid)
-        with _timed(timings, "prepare"):
+        with _Timed(timings, "prepare"):
             inputs = prepare_inputs(self._batch, plan, void)
             pools = plan.pools & ~void
             pooling = self._pooler.wants_hidden(plan, pools)
@@ -175,12 +173,12 @@ class StepRunner(Runner):
             layers = self._drafters.hidden_layers
             batch = forward_batch(plan, inputs, self._batch, self._tensor, wants_hidden=hidden, hidden_layers=layers)
         try:
-            with _timed(timings, "forward"):
+            with _Timed(timings, "forward"):
                 output: ForwardOutput = self._context.hooks.forward(batch)
             path: Ragged | None = None
             # A pipeline stage before the last one has no logits, and nothing to sample.
             if len(inputs.logits_indices) and output.logits is not None:
-                with _timed(timings, "sample"):
+                with _Timed(timings, "sample"):
                     path = self._sample(plan, inputs, output, result)
         except RequestFault as fault:
             self._errors += self._failures(fault, plan)
@@ -192,9 +190,10 @@ class StepRunner(Runner):
             result.pooled, errors = self._pooler.pool(output.hidden, plan, inputs, void)
             self._errors += errors
         if self._drafters:
-            with _timed(timings, "draft"):
+            with _Timed(timings, "draft"):
                 self._draft(plan, batch, output, result, path)
-        self._transfers.poll()
+        if self._transfers.pending:
+            self._transfers.poll()
         return self._report(result)
 
     def check_integrity(self) -> None:
@@ -265,6 +264,8 @@ class StepRunner(Runner):
                     own &= places >= first[:, None]
                 void |= (np.isin(table, blocks) & own).any(axis=1)
         missing = (batch.lengths[slots] < plan.num_computed + plan.num_scheduled - plan.num_drafts) & ~void
+        if not missing.any():
+            return void
         unknown = missing & (plan.input_source != InputSource.DEVICE)
         if not unknown.any():
             return void | missing
@@ -294,8 +295,9 @@ class StepRunner(Runner):
         for failure in advanced.errors:
             self._fail(failure)
         result.accepted = _spread(advanced.accepted, rows.plan_rows, plan.num_rows)
-        plan_rows = rows.plan_rows.tolist()
-        result.logprobs = [RowLogprobs(plan_rows[entry.row], entry.values) for entry in advanced.logprobs]
+        if advanced.logprobs:
+            plan_rows = rows.plan_rows.tolist()
+            result.logprobs = [RowLogprobs(plan_rows[entry.row], entry.values) for entry in advanced.logprobs]
         known = advanced.accepted
         if any(len(tokens) for tokens in advanced.forced):
             forced = Ragged.from_rows(advanced.forced)
@@ -419,6 +421,8 @@ class StepRunner(Runner):
 
 def _spread(values: Ragged, rows: Int32, num_rows: int) -> Ragged:
     """Rows of sampling as rows of the plan; ``rows`` is ascending, so the values stay in order."""
+    if len(rows) == num_rows and values.values.dtype == np.int32:
+        return values  # all of them
     counts = np.zeros(num_rows, np.int32)
     counts[rows] = values.lengths
     offsets = np.zeros(num_rows + 1, np.int32)
@@ -426,10 +430,16 @@ def _spread(values: Ragged, rows: Int32, num_rows: int) -> Ragged:
     return Ragged(offsets, np.asarray(values.values, np.int32))
 
 
-@contextmanager
-def _timed(timings: dict[str, float], phase: str) -> Iterator[Any]:
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        timings[phase] = time.perf_counter() - started
+class _Timed:
+    """Notes how long the block within took, however it ends."""
+
+    __slots__ = ("_phase", "_started", "_timings")
+
+    def __init__(self, timings: dict[str, float], phase: str) -> None:
+        self._timings, self._phase = timings, phase
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._timings[self._phase] = time.perf_counter() - self._started

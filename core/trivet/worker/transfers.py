@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from trivet.plan import Int32, StepPlan, Transfer
+from trivet.plan import EMPTY_I32, Int32, StepPlan, Transfer
 from trivet.result import StepResult
 from trivet.roles.connector import TransferReport, TransferWorker
 
@@ -84,10 +84,12 @@ class TransferEndpoints:
                         self._end(transfer.transfer_id, failed=True)
                 else:
                     self._take(report)
-        return [np.array(blocks, np.int32) for blocks in self._invalid]
+        return [np.array(blocks, np.int32) if blocks else EMPTY_I32 for blocks in self._invalid]
 
     def report(self, result: StepResult) -> None:
         """Put everything that ended since the last report into a result."""
+        if not (self._finished or self._failed or any(self._invalid)):
+            return
         result.transfers_finished = np.array(self._finished, np.int64)
         result.transfers_failed = np.array(self._failed, np.int64)
         if any(self._invalid):
