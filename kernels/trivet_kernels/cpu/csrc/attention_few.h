@@ -33,7 +33,8 @@ static void gather_few(const block_t *block) {
     for (int n = begin; n < end; n += 2, out += 2 * v_dim) {
         const __mmask32 even = n >= keys->from && n < keys->to ? 0xffffffffu : 0;
         const __mmask32 odd = n + 1 >= keys->from && n + 1 < keys->to ? 0xffffffffu : 0;
-        const char *evens = even ? keys->value[n] + offset : NULL, *odds = odd ? keys->value[n + 1] + offset : NULL;
+        const char *evens = keys->value[even ? n : keys->from] + offset;
+        const char *odds = keys->value[odd ? n + 1 : keys->from] + offset;
         for (int64_t d = 0; d < v_dim; d += 32) {
             const __m512i a = _mm512_maskz_loadu_epi16(even, evens + 2 * d);
             const __m512i b = _mm512_maskz_loadu_epi16(odd, odds + 2 * d);
@@ -50,7 +51,7 @@ static inline void score_few(const block_t *block, float *scores) {
     const char *query = (const char *)(scratch->query + steps * block->group->offset);
     const int first = block->from / TILE_ROWS, last = (block->to + TILE_ROWS - 1) / TILE_ROWS;
     for (int i = first; i < last; i += 2) {
-        /* A second tile that is not wanted is multiplied again, and its scores are left where they were. */
+        /* Two tiles at a time; where only one is left, it is multiplied twice. */
         const int other = i + 1 < last ? i + 1 : i;
         const char *rows = scratch->key_rows[i], *others = scratch->key_rows[other];
         __asm__ volatile("" ::: "memory");
