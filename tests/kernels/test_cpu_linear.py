@@ -169,6 +169,26 @@ def test_a_gate_is_the_operation_after_the_product(
             assert gated.equal(expected)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_many_inputs(library: ctypes.CDLL, name: str, threads: None) -> None:
+    """Products whose totals wait while inputs, panels and rows are taken piece by piece are those of single rows."""
+    given = matrix(192, 2200, name)
+    layer = packed(given, name, library, bias=torch.linspace(-2, 2, 192))
+    x = activations(140, 2200) * 0.1
+    product = torch.cat([layer(x[i : i + 1]) for i in range(140)])
+    gated = NativeOps(library).silu_and_mul(product)
+    assert_close(
+        product, quantized_linear(x, given, torch.linspace(-2, 2, 192), act_group=group_of(given, name)), x, given
+    )
+    for rows in (20, 45, 140):
+        for threads_ in (1, 2):
+            torch.set_num_threads(threads_)
+            assert layer(x[:rows]).equal(product[:rows])
+            found = layer.gated(x[:rows], "silu")
+            assert found is not None
+            assert found.equal(gated[:rows])
+
+
 def test_a_gate_with_two_bytes_for_activations(library: ctypes.CDLL) -> None:
     layer = packed(matrix(64, 96, "8 bits in 32"), "8 bits in 32", library, act_bits=16)
     for rows in (2, 37):

@@ -10,6 +10,7 @@
  * added. */
 #include "block.h"
 #include "scratch.h"
+#include "shares.h"
 #include "tiles.h"
 
 int64_t trivet_has_tiles(void) { return HAS_TILES; }
@@ -51,12 +52,6 @@ typedef struct {
     int64_t gate;   /* the activation, or NO_GATE */
     int64_t second; /* panels between a gate and what it is multiplied with */
 } product_t;
-
-/* The panels that a thread begins with, from `next` on; others take what is left when they have no more of their own. */
-typedef struct {
-    int64_t next, end;
-    char pad[48];
-} share_t;
 
 /* ---------------------------------------------------------------------- tiles */
 
@@ -292,17 +287,6 @@ static void run_many(const product_t *p, int64_t first, int64_t last, char *sums
 
 /* ---------------------------------------------------------------------- threads */
 
-/* Up to `count` panels that nobody has taken, first of the thread's own share; none if there are no more. */
-static int64_t take(share_t *shares, int64_t num, int64_t own, int64_t count, int64_t *first) {
-    for (int64_t i = 0; i < num; i++) {
-        share_t *share = &shares[(own + i) % num];
-        if (__atomic_load_n(&share->next, __ATOMIC_RELAXED) >= share->end) continue;
-        *first = __atomic_fetch_add(&share->next, count, __ATOMIC_RELAXED);
-        if (*first < share->end) return share->end - *first < count ? share->end - *first : count;
-    }
-    return 0;
-}
-
 /* A multiply_function of block.h, for bfloat16: out [rows, outputs] = x [rows, inputs] @ weight + bias, or what `gate` makes
  * of that, for which outputs is a multiple of 2 * BLOCK. */
 int64_t trivet_tiles_multiply(const void *matrix, const void *rows_x, int64_t x_stride, int64_t rows, void *out,
@@ -337,8 +321,7 @@ int64_t trivet_tiles_multiply(const void *matrix, const void *rows_x, int64_t x_
     char *memory = NULL;
     if (x_bytes && !(memory = trivet_scratch(SCRATCH_ARRANGED, x_bytes))) return -1;
     share_t shares[num_threads];
-    for (int64_t i = 0; i < num_threads; i++)
-        shares[i].next = panels * i / num_threads, shares[i].end = panels * (i + 1) / num_threads;
+    divide_shares(shares, num_threads, panels);
     int failed = 0;
     if (memory) p.x = memory;
     if (padded) {
@@ -362,7 +345,7 @@ int64_t trivet_tiles_multiply(const void *matrix, const void *rows_x, int64_t x_
         }
         configure(few ? rows : BLOCK);
         const int64_t own = omp_get_thread_num();
-        for (int64_t first, count; (few || sums) && (count = take(shares, num_threads, own, most, &first));) {
+        for (int64_t first, end, count; (few || sums) && (count = take(shares, num_threads, own, most, &first, &end));) {
             if (few) run_few(&p, first, first + count);
             else run_many(&p, first, first + count, sums);
         }

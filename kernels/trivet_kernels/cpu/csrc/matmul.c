@@ -2,12 +2,14 @@
 #include "matmul_store.h"
 #include "matmul_tiles.h"
 #include "scratch.h"
+#include "shares.h"
 
 extern int omp_get_thread_num(void);
 
 /* Activations rounded at a time: they should stay in a core's second-level cache. */
 #define CHUNK_BYTES (768 * 1024)
-#define TILED_CHUNK_BYTES (1280 * 1024)
+/* Rows that are multiplied by matrix tiles at a time, for the same reason. */
+#define TILED_ROWS 256
 /* With more tiles, a panel takes so long to compute that fetching the next one is not worth the instructions. */
 #define MOST_AHEAD 8
 /* In a longer segment, what is fetched in front of it would come too much at a time. */
@@ -31,8 +33,6 @@ static int64_t claim(int64_t *next, int64_t count) { return __atomic_fetch_add(n
 typedef struct {
     int64_t stripes, panels; /* of a stripe */
     int64_t height;          /* of tiles of registers */
-    char *room;              /* for every thread's matrix tiles, `room_size` bytes each */
-    size_t room_size, totals_size; /* the totals of one panel of all rows */
 } Work;
 
 /* Columns of one stripe of the first `count` rows of `a`, in tiles of registers; stripe `next` comes after it. */
@@ -40,6 +40,7 @@ static void multiply_stripe(const QuantLinear *layer, const Activations *a, cons
                             int64_t stripe, int64_t next, const Output *out) {
     const int64_t planes = layer->planes, height = work->height, tiles = (count + height - 1) / height;
     const int64_t segments = layer->num_segments, lines = layer->segment * PANEL * layer->bits / 8 / 64;
+    const store_function store = storing(out);
     Ahead ahead[2] = {{NULL, 0}, {NULL, 0}};
     for (int64_t p = 0; p < work->panels; p++) {
         ahead[p].from = (const char *)layer->weight + (p * work->stripes + next) * segments * lines * 64;
@@ -54,47 +55,20 @@ static void multiply_stripe(const QuantLinear *layer, const Activations *a, cons
             multiply_tile(layer, a, r * planes, here * (int)planes, p * work->stripes + stripe, ahead[p], sums[p]);
             ahead[p].from += ahead[p].lines * segments * 64;
         }
-        store_sums(layer, sums[0], sums[1], r, here, stripe, out);
+        store(layer, sums[0], sums[1], r, here, stripe, out);
     }
 }
 
 /* The stripes of the first `count` rows of `a` that this thread gets hold of. */
 static void multiply_stripes(const QuantLinear *layer, const Activations *a, const Work *work, int64_t count,
                              int64_t *free_stripe, int64_t share, const Output *out) {
-#if HAS_TILES
-    const int64_t rows = count * layer->planes;
-    const int tiled = tiles_suit(layer, rows);
-    const TileRows shape = tile_rows_of(rows);
-    char *room = work->room + (size_t)omp_get_thread_num() * work->room_size;
-    float *totals = (float *)room, *up = (float *)(room + (size_t)(work->panels - 1) * work->totals_size);
-    room += (size_t)work->panels * work->totals_size;
-    if (tiled) begin_tiles(layer, shape);
-#endif
     /* Threads claim stripes one turn before they need them, to know what comes next. */
     for (int64_t stripe = claim(free_stripe, share), next; stripe < work->stripes; stripe = next) {
         int64_t end = stripe + share < work->stripes ? stripe + share : work->stripes;
         next = claim(free_stripe, share);
-        for (; stripe < end; stripe++) {
-            int64_t after = stripe + 1 < end ? stripe + 1 : next;
-#if HAS_TILES
-            if (tiled) {
-                if (after >= work->stripes) after = -1;
-                if (work->panels == 2) {
-                    multiply_panel_tiled(layer, a, rows, shape, stripe, work->stripes + stripe, room, totals);
-                    multiply_panel_tiled(layer, a, rows, shape, work->stripes + stripe, after, room, up);
-                } else {
-                    multiply_panel_tiled(layer, a, rows, shape, stripe, after, room, totals);
-                }
-                store_sums(layer, totals, up, 0, count, stripe, out);
-                continue;
-            }
-#endif
-            multiply_stripe(layer, a, work, count, stripe, after, out);
-        }
+        for (; stripe < end; stripe++)
+            multiply_stripe(layer, a, work, count, stripe, stripe + 1 < end ? stripe + 1 : next, out);
     }
-#if HAS_TILES
-    if (tiled) end_tiles();
-#endif
 }
 
 /* Rows of activations in a chunk: as many as fit into `bytes`, at least four times `step`, in chunks of about equal
@@ -116,38 +90,70 @@ int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_strid
     const int64_t planes = layer->planes, segments = layer->num_segments;
     Work work = {.stripes = (layer->out_features + PANEL - 1) / PANEL, .panels = 1};
     if (gate != NO_GATE) work.stripes /= 2, work.panels = 2;
-    Activations a = {.stride = round_up(layer->segment * segments, 64) + SKEW, .segments = segments};
-    int64_t chunk, spare = 0;
+    Activations a = {.stride = round_up(layer->segment * segments, 64) + SKEW, .segments = segments,
+                     .unit = 1, .step = 64, .padded = layer->segment};
+    int64_t chunk = chunk_of(rows, a.stride * planes, CHUNK_BYTES, TILE), height = chunk * planes;
+    size_t room_size = 0;
 #if HAS_TILES
-    if (tiles_suit(layer, rows * planes)) {
-        chunk = chunk_of(rows, a.stride * planes, TILED_CHUNK_BYTES, 2 * TILE_ROWS);
-        spare = 2 * TILE_ROWS;
-        work.totals_size = (size_t)(chunk * planes * PANEL) * sizeof(float);
-        work.room_size = (size_t)work.panels * work.totals_size + tiles_room(layer);
-    } else
+    const int tiled = tiles_suit(layer, rows * planes);
+    TiledProduct product = {.layer = layer, .a = &a, .stripes = work.stripes, .panels = work.panels};
+    if (tiled) {
+        lay_out_for_tiles(layer, &a);
+        chunk = chunk_of(rows, planes, TILED_ROWS, a.unit);
+        product.rows = chunk * planes;
+        height = round_up(product.rows, a.unit);
+        product.group = tiles_group(&product, num_threads);
+        room_size = tiles_room(&product);
+    }
 #endif
-        chunk = chunk_of(rows, a.stride * planes, CHUNK_BYTES, TILE);
-    size_t plane = (size_t)round_up(chunk * planes * segments * 4, 64);
-    size_t values_size = (size_t)((chunk * planes + spare) * a.stride);
-    char *memory = trivet_scratch(SCRATCH_ROUNDED, values_size + 3 * plane + (size_t)num_threads * work.room_size);
+    size_t plane = (size_t)round_up(height * segments * 4, 64), values_size = (size_t)round_up(height * a.stride, 64);
+    char *memory = trivet_scratch(SCRATCH_ROUNDED, values_size + 3 * plane + (size_t)num_threads * room_size);
     if (!memory) return -1;
     a.scale = (float *)memory;
     a.start = (int32_t *)(memory + plane);
     a.sum = (float *)(memory + 2 * plane);
     a.values = (int8_t *)(memory + 3 * plane);
-    work.room = memory + 3 * plane + values_size;
+    char *room = memory + 3 * plane + values_size;
     int64_t share = work.stripes / (16 * num_threads) + 1;
     for (int64_t begin = 0; begin < rows; begin += chunk) {
         int64_t count = rows - begin < chunk ? rows - begin : chunk;
         const Output to = {(char *)at(out, begin, out_stride, out_dtype), out_stride, out_dtype, gate};
-        /* Tiles of about equal heights: a low one makes little of the weights that it reads. */
-        int64_t tiles = (count * planes + TILE - 1) / TILE;
-        work.height = (count + tiles - 1) / tiles;
         /* Waking the others takes longer than rounding a few rows. */
         int rounding_threads = count * layer->in_features < FEW_VALUES ? 1 : num_threads;
+#if HAS_TILES
+        /* Scales of the rows beyond the last are numbers, too. */
+        if (tiled && count * planes % a.unit) {
+            const int64_t unit = count * planes / a.unit * a.unit * segments;
+            memset(a.scale + unit, 0, (size_t)(a.unit * segments) * sizeof(float));
+            memset(a.sum + unit, 0, (size_t)(a.unit * segments) * sizeof(float));
+        }
+#endif
 #pragma omp parallel for num_threads(rounding_threads) if (rounding_threads > 1) schedule(static)
         for (int64_t r = 0; r < count; r++)
             quantize_row(layer, at(x, begin + r, x_stride, x_dtype), x_dtype, &a, r);
+#if HAS_TILES
+        if (tiled) {
+            share_t shares[num_threads];
+            divide_shares(shares, num_threads, work.stripes);
+            product.rows = count * planes;
+            product.out = &to;
+            product.store = storing(&to);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+            {
+                const int64_t own = omp_get_thread_num();
+                char *mine = room + (size_t)own * room_size;
+                int64_t tile_height = 0;
+                if (!begin) memset(mine, 0, room_size);
+                for (int64_t first, end, some; (some = take(shares, num_threads, own, product.group, &first, &end));)
+                    multiply_tiled(&product, first, some, end, mine, &tile_height);
+                end_tiles();
+            }
+            continue;
+        }
+#endif
+        /* Tiles of about equal heights: a low one makes little of the weights that it reads. */
+        int64_t tiles = (count * planes + TILE - 1) / TILE;
+        work.height = (count + tiles - 1) / tiles;
         int64_t free_stripe = 0;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
         multiply_stripes(layer, &a, &work, count, &free_stripe, share, &to);
@@ -169,9 +175,9 @@ void trivet_quant_pack(const QuantLinear *layer, const uint8_t *values, int64_t 
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         int64_t row = first + r;
-        uint8_t *to = (uint8_t *)layer->weight + row / PANEL * PANEL * depth * bits / 8 + row % PANEL * 4;
+        uint8_t *to = (uint8_t *)layer->weight + row / HALF * HALF * depth * bits / 8 + row % HALF * 4;
         const uint8_t *from = values + r * columns;
-        for (int64_t k = 0; k < depth; k += step, to += 4 * PANEL) {
+        for (int64_t k = 0; k < depth; k += step, to += 4 * HALF) {
             for (int64_t i = 0; i < 4; i++) {
                 uint8_t low = k + i < columns ? from[k + i] : (uint8_t)layer->zero_point;
                 uint8_t high = k + i + 4 < columns ? from[k + i + 4] : (uint8_t)layer->zero_point;

@@ -14,10 +14,12 @@
 
 #include "tiles.h"
 
-/* Columns of a panel. A panel holds, for each four (8 bits) or eight (4 bits) consecutive k, 128 bytes: of every column
- * four bytes, k ascending. With 4 bits the low halves of the bytes are the first four k and the high halves the next
- * four. Scales and offsets are [panels][segments][PANEL], or scales are [panels][PANEL] with `row_scale`. */
+/* Columns of a panel, and of each of its halves, which follow each other. Half a panel holds, for each four (8 bits) or
+ * eight (4 bits) consecutive k, 64 bytes: of every column four bytes, k ascending. With 4 bits the low halves of the bytes
+ * are the first four k and the high halves the next four. Scales and offsets are [panels][segments][PANEL], or scales are
+ * [panels][PANEL] with `row_scale`. */
 #define PANEL 32
+#define HALF (PANEL / 2)
 /* Most rows of a tile, whose integer sums are held in registers. */
 #define TILE 6
 
@@ -50,13 +52,24 @@ typedef struct {
 /* Rows of activations, rounded. With two planes each row of activations is two rows here, the rounded values and what
  * rounding has left of them with a scale of its own, and the sum of their products is the result. */
 typedef struct {
-    int8_t *values;   /* [rows][stride] */
-    float *scale;     /* [rows][segments] */
-    int32_t *start;   /* [rows][segments]: -zero_point * sum of the values */
-    float *sum;       /* [rows][segments]: scale * sum of the values */
-    int64_t stride;   /* of values, in bytes */
-    int64_t segments; /* stride of the others */
+    int8_t *values;
+    float *scale;
+    int32_t *start;   /* -zero_point * sum of the values */
+    float *sum;       /* scale * sum of the values */
+    int64_t stride;   /* of rows of values, in bytes */
+    int64_t segments; /* the others are [rows][segments] */
+    /* Rows of a unit, which are laid out together: values are [units][steps][unit][step] then, the others
+     * [units][segments][unit]. A segment begins with a step and takes `padded` bytes. */
+    int64_t unit, step, padded;
 } Activations;
+
+static inline int8_t *values_at(const Activations *a, int64_t row, int64_t segment) {
+    return a->values + row / a->unit * a->unit * a->stride + segment * a->padded * a->unit + row % a->unit * a->step;
+}
+
+static inline int64_t index_at(const Activations *a, int64_t row, int64_t segment) {
+    return (row / a->unit * a->segments + segment) * a->unit + row % a->unit;
+}
 
 /* Round row `r` of activations, whose values are at `x`, into `to`. */
 void quantize_row(const QuantLinear *layer, const void *x, int dtype, const Activations *to, int64_t r);

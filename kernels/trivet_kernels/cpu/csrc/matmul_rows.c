@@ -29,9 +29,10 @@ static inline uint32_t largest(const void *x, int dtype, int64_t begin, int64_t 
     return _mm512_reduce_max_epu32(most);
 }
 
-/* Values of [begin, end) times `inverse`, rounded; or, in plane 1, what that leaves. Returns their sum. */
+/* Values of [begin, end) times `inverse`, rounded; or, in plane 1, what that leaves. They go to `to`, where steps are
+ * `apart` bytes apart. Returns their sum. */
 static inline int32_t round_values(const void *x, int dtype, int64_t begin, int64_t end, int64_t count, float inverse,
-                                   int plane, int8_t *to) {
+                                   int plane, int8_t *to, int64_t step, int64_t apart) {
     __m512i sum = _mm512_setzero_si512();
     __m512 factor = _mm512_set1_ps(inverse), finer = _mm512_set1_ps(FINER);
     for (int64_t k = begin; k < end; k += 16) {
@@ -39,15 +40,16 @@ static inline int32_t round_values(const void *x, int dtype, int64_t begin, int6
         if (plane) scaled = _mm512_mul_ps(_mm512_sub_ps(scaled, _mm512_roundscale_ps(scaled, 8)), finer);
         __m128i values = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(scaled));
         sum = _mm512_add_epi32(sum, _mm512_cvtepi8_epi32(values));
-        _mm_storeu_si128((__m128i *)(to + k), values);
+        int8_t *at = to + (k - begin) / step * apart + (k - begin) % step;
+        _mm_storeu_si128((__m128i *)at, values);
     }
     return _mm512_reduce_add_epi32(sum);
 }
 
-/* Both of the above for `size` values, a multiple of 32 up to 128, that stay in registers in between. Returns the
- * largest magnitude's bits, and their sum in `sum`. */
+/* Both of the above for `size` values, 32, 64 or 128, that stay in registers in between; 64 bytes are a step, or a part
+ * of one. Returns the largest magnitude's bits, and their sum in `sum`. */
 __attribute__((always_inline)) static inline uint32_t round_whole(const int size, const int dtype, const void *x,
-                                                                  int64_t k, int8_t *to, int32_t *sum) {
+                                                                  int64_t k, int8_t *to, int64_t apart, int32_t *sum) {
     /* Order of the lanes' fours after two rounds of packing. */
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512 values[8];
@@ -74,8 +76,8 @@ __attribute__((always_inline)) static inline uint32_t round_whole(const int size
         /* The sum of absolute differences of unsigned bytes, with 128 added to each. */
         __m512i shifted = _mm512_xor_si512(bytes, _mm512_set1_epi8((char)128));
         sums = _mm512_add_epi64(sums, _mm512_sad_epu8(shifted, _mm512_setzero_si512()));
-        if (size == 32) _mm256_storeu_si256((__m256i *)(to + k), _mm512_castsi512_si256(bytes));
-        else _mm512_storeu_si512(to + k + i * 16, bytes);
+        if (size == 32) _mm256_storeu_si256((__m256i *)to, _mm512_castsi512_si256(bytes));
+        else _mm512_storeu_si512(to + i / 4 * apart, bytes);
     }
     *sum = (int32_t)_mm512_reduce_add_epi64(sums) - 128 * (size < 64 ? 64 : size);
     return bits;
@@ -86,9 +88,11 @@ __attribute__((always_inline)) static inline int64_t round_segments(const int si
                                                                     const QuantLinear *layer, const void *x,
                                                                     const Activations *to, int64_t r) {
     const int64_t whole = layer->in_features / size;
-    for (int64_t s = 0, index = r * to->segments; s < whole; s++, index++) {
+    const int64_t apart = to->unit > 1 ? to->unit * to->step : 64;
+    for (int64_t s = 0; s < whole; s++) {
+        const int64_t index = index_at(to, r, s);
         int32_t sum;
-        float most = magnitude(round_whole(size, dtype, x, s * size, to->values + r * to->stride, &sum));
+        float most = magnitude(round_whole(size, dtype, x, s * size, values_at(to, r, s), apart, &sum));
         float scale = most / 127 * layer->factor;
         to->scale[index] = scale;
         to->start[index] = (int32_t)(-(uint32_t)layer->zero_point * (uint32_t)sum);
@@ -136,14 +140,14 @@ static inline uint32_t largest(const void *x, int dtype, int64_t begin, int64_t 
 }
 
 static inline int32_t round_values(const void *x, int dtype, int64_t begin, int64_t end, int64_t count, float inverse,
-                                   int plane, int8_t *to) {
+                                   int plane, int8_t *to, int64_t step, int64_t apart) {
     int32_t sum = 0;
     for (int64_t k = begin; k < end; k++) {
         float scaled = load(x, dtype, k, count) * inverse;
         if (plane) scaled = (scaled - rintf(scaled)) * FINER;
         float value = rintf(scaled);
         int32_t rounded = value >= -127 && value <= 127 ? (int32_t)value : -127;
-        to[k] = (int8_t)rounded;
+        to[(k - begin) / step * apart + (k - begin) % step] = (int8_t)rounded;
         sum += rounded;
     }
     return sum;
@@ -158,10 +162,10 @@ void quantize_row(const QuantLinear *layer, const void *x, int dtype, const Acti
         float inverse = most > 0 ? 127 / most : 0, scale = most / 127 * layer->factor;
         for (int plane = 0; plane < layer->planes; plane++, scale /= FINER) {
             int64_t row = r * layer->planes + plane;
-            int8_t *values = to->values + row * to->stride;
             for (int64_t i = s; i < s + group; i++) {
-                int64_t index = row * to->segments + i;
-                int32_t sum = round_values(x, dtype, i * segment, (i + 1) * segment, count, inverse, plane, values);
+                int64_t index = index_at(to, row, i);
+                int32_t sum = round_values(x, dtype, i * segment, (i + 1) * segment, count, inverse, plane,
+                                           values_at(to, row, i), to->step, to->unit * to->step);
                 to->scale[index] = scale;
                 to->start[index] = (int32_t)(-(uint32_t)layer->zero_point * (uint32_t)sum);
                 to->sum[index] = scale * (float)sum;

@@ -31,33 +31,38 @@ INLINE void store_row(const float *sums, const float *up, const float *bias, con
 }
 
 INLINE void store_rows(const QuantLinear *layer, const float *sums, const float *up, int64_t row, int64_t rows,
-                       int64_t stripe, const Output *out, int kind, int dtype) {
+                       int64_t stripe, const Output *out, const int kind, const int dtype) {
     const int64_t column = stripe * PANEL, features = kind == NO_GATE ? layer->out_features : layer->out_features / 2;
     const int64_t count = features - column < PANEL ? features - column : PANEL;
-    float bias[2][PANEL];
-    if (layer->bias) {
-        memcpy(bias[0], layer->bias + column, (size_t)count * sizeof(float));
-        if (kind != NO_GATE) memcpy(bias[1], layer->bias + features + column, sizeof bias[1]);
+    const float *bias = layer->bias ? layer->bias + column : NULL, *of_up = bias ? bias + features : NULL;
+    float padded[PANEL];
+    char *to = out->values + (row * out->stride + column) * size_of(dtype);
+    if (count == PANEL && layer->planes == 1) {
+        for (int64_t r = 0; r < rows; r++, sums += PANEL, up += PANEL, to += out->stride * size_of(dtype))
+            store_row(sums, up, bias, of_up, 1, PANEL, to, kind, dtype);
+        return;
     }
-    const float *of_gate = layer->bias ? bias[0] : NULL, *of_up = layer->bias ? bias[1] : NULL;
-    for (int64_t r = 0; r < rows; r++, sums += layer->planes * PANEL, up += layer->planes * PANEL) {
-        char *to = out->values + ((row + r) * out->stride + column) * size_of(dtype);
-        store_row(sums, up, of_gate, of_up, layer->planes, count, to, kind, dtype);
+    if (bias && count < PANEL) bias = memcpy(padded, bias, (size_t)count * sizeof(float)); /* there is no gate */
+    for (int64_t r = 0; r < rows; r++, to += out->stride * size_of(dtype)) {
+        store_row(sums, up, bias, of_up, layer->planes, count, to, kind, dtype);
+        sums += layer->planes * PANEL, up += layer->planes * PANEL;
     }
 }
 
-void store_sums(const QuantLinear *layer, const float *sums, const float *up, int64_t row, int64_t rows, int64_t stripe,
-                const Output *out) {
-    /* Constants in the calls make a loop of its own for each case. */
-#define STORE(of_gate, type)                                                                                           \
-    if (out->gate == of_gate && out->dtype == type) store_rows(layer, sums, up, row, rows, stripe, out, of_gate, type)
-    STORE(NO_GATE, TRIVET_F32);
-    STORE(NO_GATE, TRIVET_BF16);
-    STORE(SILU, TRIVET_F32);
-    STORE(SILU, TRIVET_BF16);
-    STORE(GELU_TANH, TRIVET_F32);
-    STORE(GELU_TANH, TRIVET_BF16);
-    STORE(GELU_ERF, TRIVET_F32);
-    STORE(GELU_ERF, TRIVET_BF16);
-#undef STORE
+/* A loop of its own for each case. */
+#define STORE(gate, dtype)                                                                                             \
+    static void store_##gate##_##dtype(const QuantLinear *layer, const float *sums, const float *up, int64_t row,      \
+                                       int64_t rows, int64_t stripe, const Output *out) {                              \
+        store_rows(layer, sums, up, row, rows, stripe, out, gate, dtype);                                              \
+    }
+#define STORES(gate) STORE(gate, TRIVET_F32) STORE(gate, TRIVET_BF16)
+STORES(NO_GATE)
+STORES(SILU)
+STORES(GELU_TANH)
+STORES(GELU_ERF)
+
+store_function storing(const Output *out) {
+#define STORED(gate) [gate] = {[TRIVET_F32] = store_##gate##_TRIVET_F32, [TRIVET_BF16] = store_##gate##_TRIVET_BF16}
+    static const store_function functions[][2] = {STORED(NO_GATE), STORED(SILU), STORED(GELU_TANH), STORED(GELU_ERF)};
+    return functions[out->gate][out->dtype];
 }

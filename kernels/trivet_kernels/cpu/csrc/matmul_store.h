@@ -16,7 +16,10 @@ typedef struct {
 /* Add the bias to `sums` [rows * planes][PANEL] of panel `stripe`, and store them as rows `row` and following of the
  * output. With a gate, `up` has the sums of the panel that is as far into the second half of the matrix; what is stored
  * is then activation(sums) * up, both rounded to the output's type beforehand. */
-void store_sums(const QuantLinear *layer, const float *sums, const float *up, int64_t row, int64_t rows, int64_t stripe,
-                const Output *out);
+typedef void (*store_function)(const QuantLinear *layer, const float *sums, const float *up, int64_t row, int64_t rows,
+                               int64_t stripe, const Output *out);
+
+/* The one for the output's gate and type. */
+store_function storing(const Output *out);
 
 #endif

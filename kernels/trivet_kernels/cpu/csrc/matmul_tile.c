@@ -32,14 +32,14 @@ __attribute__((always_inline)) static inline void strip(const int rows, const in
                                                         const Activations *a, int64_t first, int64_t panel, int part,
                                                         float *out) {
     const int64_t segment = layer->segment, segments = layer->num_segments;
-    const uint8_t *weight = layer->weight + panel * PANEL * segment * segments * bits / 8 + part * 64;
+    const uint8_t *weight = layer->weight + (panel * 2 + part) * HALF * segment * segments * bits / 8;
     const int8_t *values = a->values + first * a->stride;
     const __m256i zero_point = _mm256_set1_epi8((char)layer->zero_point), low = _mm256_set1_epi8(15);
     int64_t index = panel * segments * PANEL + part * 16;
     for (int64_t s = 0; s < segments; s++, index += PANEL) {
         __m256i sums[4][2];
         for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-        for (int64_t k = 0; k < segment; k += 32 / bits, weight += 4 * PANEL, values += 32 / bits) {
+        for (int64_t k = 0; k < segment; k += 32 / bits, weight += 4 * HALF, values += 32 / bits) {
             for (int half = 0; half < 2; half++) {
                 __m256i bytes = _mm256_loadu_si256((const __m256i *)(weight + half * 32)), high = bytes;
                 if (bits == 4) {
@@ -92,7 +92,8 @@ void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first
     const int64_t segment = layer->segment, segments = layer->num_segments;
     const int64_t step = 32 / layer->bits; /* values of k in 4 * PANEL bytes */
     for (int r = 0; r < rows; r++) {
-        const uint8_t *weight = layer->weight + panel * PANEL * segment * segments * layer->bits / 8;
+        const int64_t half_bytes = HALF * segment * segments * layer->bits / 8;
+        const uint8_t *weight = layer->weight + panel * 2 * half_bytes;
         const int8_t *values = a->values + (first + r) * a->stride;
         float *to = out + r * PANEL;
         for (int c = 0; c < PANEL; c++) to[c] = 0;
@@ -101,10 +102,11 @@ void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first
             int64_t index = (layer->row_scale ? panel : panel * segments + s) * PANEL;
             int32_t sums[PANEL];
             for (int c = 0; c < PANEL; c++) sums[c] = a->start[of_row];
-            for (int64_t k = 0; k < segment; k += step, weight += 4 * PANEL, values += step) {
+            for (int64_t k = 0; k < segment; k += step, weight += 4 * HALF, values += step) {
                 for (int c = 0; c < PANEL; c++) {
+                    const uint8_t *four = weight + c / HALF * half_bytes + c % HALF * 4;
                     for (int i = 0; i < 4; i++) {
-                        int byte = weight[4 * c + i];
+                        int byte = four[i];
                         if (layer->bits == 8)
                             sums[c] += byte * values[i];
                         else

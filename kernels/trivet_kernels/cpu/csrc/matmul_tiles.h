@@ -2,32 +2,38 @@
 #ifndef TRIVET_MATMUL_TILES_H
 #define TRIVET_MATMUL_TILES_H
 
-#include "matmul.h"
+#include "matmul_store.h"
 
 #if HAS_TILES
 
-/* How rows are divided: tiles of `rows` rows, and one or two of them computed together. Rows are computed in whole
- * tiles, so activations need memory beyond the last row. */
+/* A product of (rounded) rows that stay where they are, and what is stored of it. A stripe is what is stored together:
+ * a panel, or with a gate, panel `stripe` and the one that is `stripes` further. */
 typedef struct {
-    int rows, tiles;
-} TileRows;
+    const QuantLinear *layer;
+    const Activations *a;
+    const Output *out;
+    store_function store; /* of `out` */
+    int64_t rows; /* of `a` */
+    int64_t stripes, panels; /* of a stripe: 1 or 2 */
+    int64_t group; /* most stripes that are computed together */
+} TiledProduct;
 
-/* Whether tiles can compute, and are worth it for, that many rows of (rounded) activations. */
+/* Whether tiles can compute, and are worth it for, that many rows of activations. */
 int tiles_suit(const QuantLinear *layer, int64_t rows);
 
-TileRows tile_rows_of(int64_t rows);
+/* Say how rows are laid out for tiles. */
+void lay_out_for_tiles(const QuantLinear *layer, Activations *a);
 
-/* Before and after a thread uses the function below. */
-void begin_tiles(const QuantLinear *layer, TileRows shape);
+/* Stripes that threads should take at a time. */
+int64_t tiles_group(const TiledProduct *p, int num_threads);
+
+/* Bytes of memory, aligned to 64 and zero, that a thread needs. It is left so that the same product can use it again. */
+size_t tiles_room(const TiledProduct *p);
+
+/* Compute and store stripes [first, first + count), count <= group. The stripes after them, as far as they are below
+ * `end`, are fetched meanwhile. `height` is the thread's own, 0 at first; end_tiles comes after the last call. */
+void multiply_tiled(const TiledProduct *p, int64_t first, int64_t count, int64_t end, char *memory, int64_t *height);
 void end_tiles(void);
-
-/* Bytes of memory, aligned to 64, that a thread needs for that. */
-size_t tiles_room(const QuantLinear *layer);
-
-/* The products of the first `rows` rows of `a` with panel `panel`, as [rows][PANEL] float32, while panel `next` is
- * fetched, unless it is negative. */
-void multiply_panel_tiled(const QuantLinear *layer, const Activations *a, int64_t rows, TileRows shape, int64_t panel,
-                          int64_t next, char *memory, float *totals);
 
 #endif
 #endif

@@ -30,7 +30,8 @@ __attribute__((always_inline)) static inline void tile_vnni(const int rows, cons
                                                             const Activations *a, int64_t first, int64_t panel,
                                                             Ahead ahead, float *out) {
     const int64_t segment = layer->segment, segments = layer->num_segments, stride = a->stride;
-    const uint8_t *weight = layer->weight + panel * PANEL * segment * segments * bits / 8;
+    const int64_t half_bytes = HALF * segment * segments * bits / 8;
+    const uint8_t *weight = layer->weight + panel * 2 * half_bytes, *others = weight + half_bytes;
     const int8_t *values = a->values + first * stride;
     const int32_t *start = a->start + first * a->segments;
     const float *act_scale = a->scale + first * a->segments, *act_sum = a->sum + first * a->segments;
@@ -44,8 +45,8 @@ __attribute__((always_inline)) static inline void tile_vnni(const int rows, cons
         UNROLL for (int r = 0; r < rows; r++) {
             sums[r][0] = sums[r][1] = _mm512_set1_epi32(start[r * a->segments + s]);
         }
-        for (int64_t k = 0; k < segment; k += 32 / bits, weight += 4 * PANEL, values += 32 / bits) {
-            __m512i left = _mm512_loadu_si512(weight), right = _mm512_loadu_si512(weight + 64);
+        for (int64_t k = 0; k < segment; k += 32 / bits, weight += 64, others += 64, values += 32 / bits) {
+            __m512i left = _mm512_loadu_si512(weight), right = _mm512_loadu_si512(others);
             __m512i left_high = left, right_high = right;
             if (bits == 8 && STORED_SIGN) {
                 left = _mm512_xor_si512(left, _mm512_set1_epi8((char)STORED_SIGN));
