@@ -365,6 +365,8 @@ class Lifecycle:
     def end_transfers(self, finished: Int64, failed: Int64, invalid: Sequence[Int32]) -> set[int]:
         """Take over the workers' report; returns the slots whose computed tokens were rewound."""
         rewound: set[int] = set()
+        if not (len(finished) or len(failed) or invalid):
+            return rewound
         sharers = self.cache.invalidate(invalid) if any(len(b) for b in invalid) else []
         own = {self._transfers[i][0].slot for i in failed.tolist() if i in self._transfers}
         for slot, valid in sharers:

@@ -219,4 +219,4 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step, over all rows."""
-        return int(self.num_scheduled.sum()) if len(self.num_scheduled) else 0
+        return int(np.add.reduce(self.num_scheduled)) if len(self.num_scheduled) else 0

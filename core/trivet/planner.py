@@ -227,33 +227,55 @@ class Planner:
         t = self.table
         rows = self._rows.concatenate()
         life = self._life
-        plan = StepPlan(step_id=self._step)
-        plan.preempted, plan.preempted_epochs = life.take_preempted()
-        plan.finished, plan.finished_epochs = life.take_finished()
+        preempted, preempted_epochs = life.take_preempted()
+        finished, finished_epochs = life.take_finished()
         for store in self.cache.take_stores():
             life.start_store(store)
-        plan.loads, plan.stores = life.take_transfers()
+        loads, stores = life.take_transfers()
         at = rows.slots.astype(np.intp)
-        plan.slots, plan.epochs = rows.slots, t.epoch[at]
-        plan.num_computed, plan.num_scheduled, plan.num_drafts = rows.computed, rows.scheduled, rows.drafts
-        plan.lookahead = self._ahead(at, rows)
-        plan.samples, plan.pools = rows.samples, rows.pools
-        plan.input_source, plan.logits_rows = rows.source, rows.logits
         # A new request travels whole, so its tokens must not be sent again as a delta.
-        for slot, request in self._new.items():
-            plan.new.append(self._new_request(slot, request))
+        new = [self._new_request(slot, request) for slot, request in self._new.items()]
+        for slot in self._new:
             t.num_sent[slot] = t.num_known[slot]
-        plan.resumed = np.array([n.slot for n in plan.new if n.resumed], np.int32)
         known = t.num_known[at]
-        plan.tokens = gather_tokens(t.tokens, at, t.num_sent[at], known)
+        tokens = gather_tokens(t.tokens, at, t.num_sent[at], known)
         t.num_sent[at] = known
-        self._add_drafts(plan)
-        plan.draft_k = self._wanted_drafts(at, plan.samples)
-        plan.adapter = t.adapter[at]
-        # A copy: the indices of adapters that no slot uses are given to others.
-        plan.adapters = life.adapters.copy() if life.adapters and bool((plan.adapter >= 0).any()) else []
-        plan.new_blocks, plan.copies, plan.zeroing = self._block_deltas()
-        plan.multimodal = self._ranges(at, rows.computed, rows.scheduled)
+        draft_ids, draft_parents = self._used_drafts(rows)
+        adapter = t.adapter[at]
+        new_blocks, copies, zeroing = self._block_deltas()
+        # All fields at once: a default that is replaced costs as much as one that stays.
+        plan = StepPlan(
+            self._step,
+            new=new,
+            resumed=np.array([n.slot for n in new if n.resumed], np.int32) if new else EMPTY_I32,
+            preempted=preempted,
+            preempted_epochs=preempted_epochs,
+            finished=finished,
+            finished_epochs=finished_epochs,
+            slots=rows.slots,
+            epochs=t.epoch[at],
+            num_computed=rows.computed,
+            num_scheduled=rows.scheduled,
+            num_drafts=rows.drafts,
+            draft_ids=draft_ids,
+            draft_parents=draft_parents,
+            lookahead=self._ahead(at, rows),
+            new_blocks=new_blocks,
+            copies=copies,
+            zeroing=zeroing,
+            loads=loads,
+            stores=stores,
+            logits_rows=rows.logits,
+            samples=rows.samples,
+            pools=rows.pools,
+            input_source=rows.source,
+            tokens=tokens,
+            draft_k=self._wanted_drafts(at, rows.samples),
+            adapter=adapter,
+            # A copy: the indices of adapters that no slot uses are given to others.
+            adapters=life.adapters.copy() if life.adapters and bool((adapter >= 0).any()) else [],
+            multimodal=self._ranges(at, rows.computed, rows.scheduled),
+        )
         self._clear()
         return plan
 
@@ -387,21 +409,21 @@ class Planner:
         few: Int32 = np.minimum(wanted, np.maximum(room, 0)) * samples
         return few
 
-    def _add_drafts(self, plan: StepPlan) -> None:
+    def _used_drafts(self, rows: Rows) -> tuple[Ragged | None, Ragged | None]:
+        """The ids of the drafts that the rows verify, and their parents unless all are chains."""
         t = self.table
-        if not np.count_nonzero(plan.num_drafts):
-            return
+        if not np.count_nonzero(rows.drafts):
+            return None, None
         ids: list[Int32] = []
         parents: list[Int32] = []
         tree = False
-        for slot, used in zip(plan.slots.tolist(), plan.num_drafts.tolist(), strict=True):
+        for slot, used in zip(rows.slots.tolist(), rows.drafts.tolist(), strict=True):
             draft_ids, draft_parents = t.drafts.pop(slot, (EMPTY_I32, None)) if used else (EMPTY_I32, None)
             ids.append(draft_ids[:used])
             tree |= draft_parents is not None
             chain = np.arange(-1, used - 1, dtype=np.int32)
             parents.append(chain if draft_parents is None else draft_parents[:used])
-        plan.draft_ids = Ragged.from_rows(ids)
-        plan.draft_parents = Ragged.from_rows(parents) if tree else None
+        return Ragged.from_rows(ids), Ragged.from_rows(parents) if tree else None
 
     def _ranges(self, slots: Int64, computed: Int32, scheduled: Int32) -> list[MultimodalRange]:
         """What of the requests' ranges lies in this step's tokens."""

@@ -263,7 +263,7 @@ class NativeModel(Model):
             self._attention.prepare(meta)
         attend = _Attend(self._calls, [batch.attention[group] for group in self._groups])
         decoder, rows = self._decoder, batch.logits_indices
-        is_long = len(batch.input_ids) >= Trimmer.MANY_TOKENS
+        is_long = batch.input_ids.shape[0] >= Trimmer.MANY_TOKENS
         if is_long:
             decoder.release()
         residual, delta, outputs = decoder.layers(batch.input_ids, batch.positions, attend, batch.hidden_layers)
@@ -277,7 +277,7 @@ class NativeModel(Model):
             if batch.wants_hidden:
                 hidden = decoder.final_norm(residual)
                 chosen = hidden[rows]
-            elif len(rows):
+            elif rows.shape[0]:
                 chosen = decoder.final_norm(residual[rows])
         del residual, delta
         if is_long and device.type == "cpu":  # logits of many rows take as much as everything before them
@@ -285,7 +285,7 @@ class NativeModel(Model):
             self._trimmer.within(num_tokens)
         if self._score is not None:  # there is nothing to sample from
             return ForwardOutput(None, hidden, outputs)
-        if chosen is not None and len(chosen):
+        if chosen is not None and chosen.shape[0]:
             logits = decoder.logits(chosen)
         else:
             logits = torch.empty(0, self._spec.vocab_size, dtype=self._dtype, device=device)

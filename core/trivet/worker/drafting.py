@@ -51,6 +51,8 @@ class DrafterPool:
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """Layers whose outputs any drafter reads."""
+        if not self._drafters:
+            return ()
         return tuple(sorted({layer for d in self._drafters for layer in d.hidden_layers}))
 
     @property

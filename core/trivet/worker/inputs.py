@@ -12,6 +12,8 @@ from trivet.roles.sampler import SampleRows
 from trivet.rows import spans
 from trivet.worker.batch import PersistentBatch
 
+_PROMPT = int(LogitsRows.PROMPT)
+
 
 @dataclass(slots=True)
 class DraftTree:
@@ -171,7 +173,7 @@ def _choose_logits(inputs: StepInputs, plan: StepPlan, batch: PersistentBatch, v
     inputs.sample_starts, chosen = spans(inputs.query_start[1:][rows] - wanted, wanted)
     pieces = [chosen.astype(np.int64)]
     count = len(chosen)
-    prompts = plan.logits_rows == LogitsRows.PROMPT
+    prompts = plan.logits_rows == _PROMPT
     for row in np.flatnonzero(prompts & ~void).tolist() if prompts.any() else ():
         slot, start = int(plan.slots[row]), int(plan.num_computed[row])
         # The logits at position p are about token p + 1; those of the last prompt token are the output's.
