@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from types import SimpleNamespace
 
 import pytest
@@ -173,6 +174,23 @@ def test_a_cache_in_lower_precision_rounds_keys_once() -> None:
     out = attention.forward(0, query, key, value, meta, scale=0.5)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, oracle(attention, 0, query, meta), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 5000])
+def test_blocks_begin_where_pages_of_memory_do(blocks: int) -> None:
+    attention = TorchAttention(SimpleNamespace(device="cpu"))
+    layout = KVLayout(
+        specs=(spec(0), spec(1, v_head_dim=4)),
+        groups=(KVGroup(0, (0, 1), "full", BLOCK),),
+        storage=(KVStorage((0,), blocks), KVStorage((1,), blocks)),
+    )
+    attention.allocate(layout)
+    for layer in (0, 1):
+        for cache in attention.kv(layer):
+            assert cache.data_ptr() % mmap.PAGESIZE == 0
+            assert len(cache) == blocks
+            assert not cache.any()
+            cache.fill_(1.0)
 
 
 def test_what_it_cannot_serve_is_said() -> None:
