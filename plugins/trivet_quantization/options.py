@@ -32,9 +32,9 @@ class Int8Options(_Rounding):
     activation_group: Literal[32, 64, 128] | None = 128
     """Values of an activation that share a scale, at least as many as share one of the weights', unless those have one
     for the whole row, on a CPU. None: the whole row, which is least accurate."""
-    group: Literal[32, 64, 128] | None = 128
+    group: Literal[32, 64, 128] | None = None
     """Values of a row that share a scale. The longer, the faster and the less accurate; with 32 blocks of a GGUF file
-    are taken over without loss. None: the whole row."""
+    are taken over without loss. None: the whole row, which costs accuracy only together with activations in long groups."""
     lm_head: bool = True
     """Whether the output projection is quantised too."""
 
