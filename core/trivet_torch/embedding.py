@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from trivet_torch.weights.stored import StoredWeights
@@ -60,7 +63,8 @@ class FileEmbedding(Embedding):
         self._dtype = dtype
         weights.rows(name, torch.zeros(1, dtype=torch.int64), dtype)  # a type that cannot be read shows now
         count = min(self.num_embeddings, _RECENT_BYTES // (self.hidden_size * dtype.itemsize))
-        self._recent = torch.empty(count, self.hidden_size, dtype=dtype)
+        #: bytes of rows, as an array: for a few rows that costs less than a tensor
+        self._recent = np.empty((count, self.hidden_size * dtype.itemsize), np.uint8)
         #: where a token's row is among the recent ones; the one that was not wanted for longest comes first
         self._places: dict[int, int] = {}
 
@@ -80,15 +84,21 @@ class FileEmbedding(Embedding):
             else:
                 places[token] = place
         if missing:  # at most half of the places, so none that is wanted now
-            self._keep(list(missing))
-        return self._recent.index_select(0, torch.tensor([places[token] for token in wanted], dtype=torch.int64))
+            rows = self._read(list(missing))
+            self._keep(missing, rows)
+            if len(missing) == len(wanted):
+                return rows
+        if not wanted:
+            return torch.empty(0, self.hidden_size, dtype=self._dtype)
+        return torch.from_numpy(self._recent[[places[token] for token in wanted]]).view(self._dtype)
 
-    def _keep(self, tokens: list[int]) -> None:
-        rows, places = self._read(tokens), self._places
-        for token, row in zip(tokens, rows, strict=True):
-            place = len(places) if len(places) < len(self._recent) else places.pop(next(iter(places)))
-            self._recent[place] = row
-            places[token] = place
+    def _keep(self, tokens: Iterable[int], rows: Tensor) -> None:
+        places, count = self._places, len(self._recent)
+        taken = []
+        for token in tokens:
+            places[token] = place = len(places) if len(places) < count else places.pop(next(iter(places)))
+            taken.append(place)
+        self._recent[taken] = rows.view(torch.uint8).numpy()
 
     def _read(self, tokens: list[int]) -> Tensor:
         return self._weights.rows(self._name, torch.tensor(tokens, dtype=torch.int64), self._dtype)
