@@ -117,6 +117,11 @@ static Room divide(const TiledProduct *p, char *memory) {
     return room;
 }
 
+void begin_tiles(const TiledProduct *p, char *memory) {
+    const Room room = divide(p, memory);
+    memset(room.totals, 0, (size_t)((const char *)room.weights - (const char *)room.totals));
+}
+
 int tiles_suit(const QuantLinear *layer, int64_t rows) {
     if (layer->bits == 8) return rows >= FEWEST_ROWS_8 && layer->zero_point == 128;
     return rows >= FEWEST_ROWS_4 && layer->zero_point >= 0 && layer->zero_point <= 128;

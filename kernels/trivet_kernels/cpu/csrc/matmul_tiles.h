@@ -27,8 +27,9 @@ void lay_out_for_tiles(const QuantLinear *layer, Activations *a);
 /* Stripes that threads should take at a time. */
 int64_t tiles_group(const TiledProduct *p, int num_threads);
 
-/* Bytes of memory, aligned to 64 and zero, that a thread needs. It is left so that the same product can use it again. */
+/* Bytes of memory, aligned to 64, that a thread needs, and what it does with them before its first stripes. */
 size_t tiles_room(const TiledProduct *p);
+void begin_tiles(const TiledProduct *p, char *memory);
 
 /* Compute and store stripes [first, first + count), count <= group. The stripes after them, as far as they are below
  * `end`, are fetched meanwhile. `height` is the thread's own, 0 at first; end_tiles comes after the last call. */
