@@ -189,6 +189,16 @@ def test_rows_of_many_inputs(library: ctypes.CDLL, name: str, threads: None) -> 
             assert found.equal(gated[:rows])
 
 
+@pytest.mark.parametrize("offsets", ["", ", offsets"])
+def test_a_few_rows_that_are_left_over(library: ctypes.CDLL, offsets: str) -> None:
+    """Of a row of many inputs they are divided in another way than the many rows before them."""
+    name = f"8 bits in 32{offsets}"
+    given = matrix(64, 14336, name)
+    x = activations(385, 14336)
+    layer = packed(given, name, library, act_bits=16)
+    assert layer(x)[-2:].equal(torch.cat([layer(x[i : i + 1]) for i in (383, 384)]))
+
+
 def test_a_gate_with_two_bytes_for_activations(library: ctypes.CDLL) -> None:
     layer = packed(matrix(64, 96, "8 bits in 32"), "8 bits in 32", library, act_bits=16)
     for rows in (2, 37):

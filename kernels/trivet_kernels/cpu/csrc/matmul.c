@@ -116,6 +116,9 @@ int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_strid
         height = round_up(product.rows, a.unit);
         product.group = tiles_group(&product, num_threads);
         room_size = tiles_room(&product);
+        /* The last chunk is lower, and may be of one unit, which is divided in another way. */
+        product.rows = ((rows - 1) % chunk + 1) * planes;
+        if (tiles_room(&product) > room_size) room_size = tiles_room(&product);
     }
 #endif
     const size_t plane = (size_t)round_up(height * segments * 4, 64), values_size = (size_t)round_up(height * a.stride, 64);
@@ -162,7 +165,7 @@ int trivet_quant_linear(const QuantLinear *layer, const void *x, int64_t x_strid
                 mine.values = own_rows(&product, num_threads);
                 p.a = &mine;
                 if (!room) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
-                else if (!begin) begin_tiles(&p, room);
+                else begin_tiles(&p, room); /* for each chunk: the threads need not be those of the one before */
                 for (int64_t first, end, some; room && (some = take(shares, num_threads, own, p.group, &first, &end));)
                     multiply_tiled(&p, first, some, end, room, &tile_height);
                 end_tiles();
