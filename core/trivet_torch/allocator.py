@@ -138,9 +138,11 @@ class Kept:
     def get(self, rows: int, columns: int) -> Tensor:
         """``[rows, columns]``, contiguous, with whatever was in it."""
         count = rows * columns * self._dtype.itemsize
+        if not count:
+            return torch.empty(rows, columns, dtype=self._dtype)
         if count > len(self._memory) or self._is_used:
             # The next larger result finds room; pages that are never written take no memory.
-            self._memory = Pages(1 << (count - 1).bit_length() if count else 0).bytes.numpy()
+            self._memory = Pages(1 << (count - 1).bit_length()).bytes.numpy()
         part = self._memory[:count]
         self._user = weakref.ref(part)
         return torch.from_numpy(part).view(self._dtype).view(rows, columns)
