@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trivet_quantization.formats import Format, Source
 
 # Elements that are converted at a time.
-_CHUNK = 1 << 22
+_CHUNK = 1 << 19
 
 
 class PackedLayer(Linear):
