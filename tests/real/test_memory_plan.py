@@ -45,7 +45,8 @@ def check(path: Path, **settings: Any) -> MemoryPlan:
         attention = parts.executor._worker.get("attention")  # type: ignore[attr-defined]
         tensors = [part for spec in layout.specs for part in attention.kv(spec.layer)]
         buffers = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        assert plan.cache_bytes == sum(buffers.values())
+        # Each begins where a page does, with less than a page in front of it or behind it.
+        assert 0 <= sum(buffers.values()) - plan.cache_bytes <= 4096 * len(buffers)
     finally:
         parts.shutdown()
     return plan
