@@ -34,7 +34,7 @@ class Int8Options(_Rounding):
     for the whole row, on a CPU. None: the whole row, which is least accurate."""
     group: Literal[32, 64, 128] | None = None
     """Values of a row that share a scale. The longer, the faster and the less accurate; with 32 blocks of a GGUF file
-    are taken over without loss. None: the whole row, which costs accuracy only together with activations in long groups."""
+    are taken over without loss. None: the whole row, which costs accuracy where activations have long groups, too."""
     lm_head: bool = True
     """Whether the output projection is quantised too."""
 
