@@ -21,8 +21,6 @@ extern int omp_get_thread_num(void);
 /* Beyond it, rows would meet in the same sets of the first-level cache if their distance were a power of two. */
 #define SKEW 64
 
-static int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-
 static const char *at(const void *rows, int64_t row, int64_t stride, int dtype) {
     return (const char *)rows + row * stride * (dtype == TRIVET_BF16 ? 2 : 4);
 }

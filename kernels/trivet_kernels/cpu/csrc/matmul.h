@@ -85,6 +85,8 @@ typedef struct {
 void multiply_tile(const QuantLinear *layer, const Activations *a, int64_t first, int rows, int64_t panel, Ahead ahead,
                    float *out);
 
+static inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
 static inline float half_to_float(uint16_t x) {
     uint32_t sign = (uint32_t)(x & 0x8000u) << 16, exponent = (x >> 10) & 31u, fraction = x & 0x3ffu, bits;
     float value;
@@ -96,5 +98,18 @@ static inline float half_to_float(uint16_t x) {
     memcpy(&value, &bits, sizeof value);
     return value;
 }
+
+#if defined(__AVX512VNNI__)
+
+static inline __m512 load_half(const uint16_t *from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
+
+static inline __m512 load_scale(const QuantLinear *layer, int64_t index) {
+    if (layer->wide_scale) return _mm512_loadu_ps((const float *)layer->scale + index);
+    return load_half((const uint16_t *)layer->scale + index);
+}
+
+#endif
 
 #endif

@@ -64,8 +64,6 @@ typedef struct {
 
 /* ---------------------------------------------------------------------- sizes */
 
-static int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Bytes of a row of activations that a tile holds: whole segments if they are short, since more would only be
@@ -146,15 +144,6 @@ int64_t tiles_group(const TiledProduct *p, int num_threads) {
 }
 
 /* ---------------------------------------------------------------------- weights */
-
-static inline __m512 load_half(const uint16_t *from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-}
-
-static inline __m512 load_scale(const QuantLinear *layer, int64_t index) {
-    if (layer->wide_scale) return _mm512_loadu_ps((const float *)layer->scale + index);
-    return load_half((const uint16_t *)layer->scale + index);
-}
 
 static int64_t panel_of(const Block *b, int64_t slot) {
     return slot % b->p->panels * b->p->stripes + b->stripe + slot / b->p->panels;

@@ -6,15 +6,6 @@
 
 #define UNROLL _Pragma("GCC unroll 12")
 
-static inline __m512 load_half(const uint16_t *from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-}
-
-static inline __m512 load_scale(const QuantLinear *layer, int64_t index) {
-    if (layer->wide_scale) return _mm512_loadu_ps((const float *)layer->scale + index);
-    return load_half((const uint16_t *)layer->scale + index);
-}
-
 /* Not the intrinsic: with that, GCC 12 moves every sum to another register and back around each loop. */
 static inline void add_products(__m512i *sum, __m512i weight, __m512i four) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(weight), "v"(four));
